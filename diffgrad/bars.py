@@ -1,0 +1,292 @@
+"""The floating-point model: how far a correct run in a given precision may lie from the real value.
+
+Every bar of the checker is built here, by running error analysis: a ``Bounded`` array is a float64 value with an
+elementwise bound on the distance between that value and what *any* evaluation order in the run's precision may hold
+in its place. The rules are the standard ones (N. Higham, *Accuracy and Stability of Numerical Algorithms*, ch. 2-4):
+one rounding costs u, a sum of k products in any order costs gamma_k = k*u/(1 - k*u) of the sum of absolute products,
+and results below the smallest normal number may be flushed to zero.
+
+There are no tunable tolerances: a bar is a function of the operands, the operation and the precision.
+
+Overflow is part of the model (infinite bounds, and 0 * inf on the way to them), so callers that walk a whole chain do so
+under ``quiet()``, once, rather than every operation silencing NumPy for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Axes = tuple[int, ...]
+
+
+def quiet() -> np.errstate:
+    """NumPy's floating-point warnings off: the model tracks overflow itself."""
+    return np.errstate(all="ignore")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A binary floating-point format, as far as error bars need it.
+
+    Attributes:
+        name: the NumPy dtype name.
+        u: unit roundoff charged for one operation.
+        tiny: smallest normal number; anything smaller may be flushed to zero.
+        largest: largest finite number.
+        digits: significand bits; integers up to 2**digits are exact.
+    """
+
+    name: str
+    u: float
+    tiny: float
+    largest: float
+    digits: int
+
+
+PRECISIONS: dict[str, Precision] = {
+    "float32": Precision("float32", 2.0**-24, 2.0**-126, float(np.finfo(np.float32).max), 24),
+    # The oracle computes in float64 too, so in a float64 run its own rounding counts as well: twice 2**-53.
+    "float64": Precision("float64", 2.0**-52, 2.0**-1022, float(np.finfo(np.float64).max), 53),
+}
+
+# Correctly rounded division and square root cost one u each; library rsqrt kernels document up to 2 ulp (4 u).
+RSQRT_ROUNDINGS = 4
+
+
+def gamma(k: int, p: Precision) -> float:
+    """gamma_k = k*u / (1 - k*u); infinite once k*u reaches 1 (nothing is promised for such long sums)."""
+    ku = k * p.u
+    return ku / (1.0 - ku) if ku < 1.0 else float("inf")
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A float64 value and the error bound of a run in precision ``p``: |run - val| <= err, elementwise.
+
+    ``err`` is non-negative, may be infinite (overflow is legitimate there), and has the shape of ``val``.
+    """
+
+    val: Array
+    err: Array
+    p: Precision
+    memo: dict[Hashable, Moments] = field(default_factory=dict, compare=False, repr=False)
+    """Statistics already taken of this array: a norm's forward and backward read the same ones."""
+
+    @cached_property
+    def mag(self) -> Array:
+        """Largest magnitude the run may hold."""
+        return np.abs(self.val) + self.err
+
+    @cached_property
+    def exact(self) -> bool:
+        """True when the run holds exactly ``val`` everywhere."""
+        return not self.err.any()
+
+    def __add__(self, other: Bounded) -> Bounded:
+        return add(self, other)
+
+    def __sub__(self, other: Bounded) -> Bounded:
+        return add(self, neg(other))
+
+    def __mul__(self, other: Bounded) -> Bounded:
+        return mul(self, other)
+
+    def widen(self, extra: Array) -> Bounded:
+        """The same value with a larger bound (an alternative evaluation the library may use)."""
+        return settle(self.val, self.err + extra, self.p)
+
+    def reshape(self, *shape: int) -> Bounded:
+        """Reshape, exact."""
+        return Bounded(self.val.reshape(shape), self.err.reshape(shape), self.p)
+
+
+def recorded(val: Array, p: Precision, carried: Array | None = None) -> Bounded:
+    """A tensor that the run really held: exact, except that kernels may read subnormal numbers as zero.
+
+    An element that is NaN or infinite binds nothing downstream (its own link answers for it): its bound is infinite.
+
+    Args:
+        val: float64 array, any shape.
+        p: precision of the run.
+        carried: extra error of same shape, for compilers that recompute a producer instead of reading it back.
+    """
+    finite = np.isfinite(val)
+    val = np.where(finite, val, 0.0)
+    mag = np.abs(val)
+    err = np.where(finite, np.where(mag < p.tiny, mag, 0.0), np.inf)
+    return Bounded(val, err if carried is None else err + carried, p)
+
+
+def settle(val: Array, err: Array, p: Precision) -> Bounded:
+    """Close an operation: where the run may have overflowed, or nothing can be said, the bound is infinite."""
+    lost = ~(np.abs(val) + err <= p.largest)
+    return Bounded(val, np.where(lost, np.inf, err), p)
+
+
+def rounded(val: Array, err: Array, p: Precision, roundings: float = 1.0) -> Bounded:
+    """The result of one elementwise operation: ``err`` from its operands, plus its rounding and possible flush."""
+    mag = np.abs(val) + err
+    flush = np.where(np.abs(val) - err < p.tiny, np.minimum(mag, p.tiny), 0.0)
+    return settle(val, err + roundings * p.u / (1.0 - p.u) * mag + flush, p)
+
+
+def lift(val: Array, err: Array, p: Precision) -> Bounded:
+    """A value with a given bound and no rounding of its own (selections, reshapes)."""
+    return settle(np.asarray(val), np.asarray(err), p)
+
+
+def add(*terms: Bounded) -> Bounded:
+    """Sum of a few terms in any order: k - 1 roundings of the sum of magnitudes (one of the result, for two terms)."""
+    p = terms[0].p
+    val = sum((t.val for t in terms[1:]), terms[0].val)
+    err = sum((t.err for t in terms[1:]), terms[0].err)
+    if len(terms) == 2:
+        return rounded(val, err, p)
+    mag = sum((t.mag for t in terms[1:]), terms[0].mag)
+    k = len(terms)
+    return settle(val, err + gamma(k - 1, p) * mag + np.minimum(mag, k * p.tiny), p)
+
+
+def neg(a: Bounded) -> Bounded:
+    """-a, exact."""
+    return Bounded(-a.val, a.err, a.p)
+
+
+def mul(a: Bounded, b: Bounded, roundings: float = 1.0) -> Bounded:
+    """Elementwise (broadcasting) product."""
+    val = a.val * b.val
+    err = np.abs(a.val) * b.err + a.err * b.mag
+    return rounded(val, err, a.p, roundings)
+
+
+def scale(a: Bounded, c: float, roundings: float = 1.0) -> Bounded:
+    """Product with a real constant, such as 1/n: division or multiplication by its rounded reciprocal."""
+    return rounded(a.val * c, a.err * abs(c), a.p, roundings)
+
+
+def total(a: Bounded, axes: Axes) -> Bounded:
+    """Sum over ``axes`` in any order (dimensions kept). Exact when every partial sum is exactly representable."""
+    k = int(np.prod([a.val.shape[i] for i in axes]))
+    val = a.val.sum(axes, keepdims=True)
+    mag = a.mag.sum(axes, keepdims=True)
+    err = a.err.sum(axes, keepdims=True) + gamma(max(k - 1, 0), a.p) * mag + _flushes(mag, max(k - 1, 0), a.p)
+    grid = grid_exponent(a)
+    return settle(val, err if grid is None else _exact_where(mag, grid, err, a.p), a.p)
+
+
+def bilinear(op: Callable[[Array, Array], Array], a: Bounded, b: Bounded, k: int) -> Bounded:
+    """A sum of at most ``k`` products per output element (convolution, matrix product), in any order.
+
+    Args:
+        op: the bilinear map on float64 arrays; it must be monotone on non-negative operands.
+        a, b: its operands.
+        k: the most products that enter one output element.
+    """
+    p = a.p
+    val = op(a.val, b.val)
+    mag = op(a.mag, b.mag)
+    err = np.zeros_like(val)
+    if not a.exact:
+        err = err + op(a.err, b.mag)
+    if not b.exact:
+        err = err + op(np.abs(a.val), b.err)
+    err = err + gamma(k, p) * mag + _flushes(mag, 2 * k, p)
+    ga, gb = grid_exponent(a), grid_exponent(b)
+    if ga is not None and gb is not None:
+        err = _exact_where(mag, ga + gb, err, p)
+    if np.isinf(a.err).any() or np.isinf(b.err).any():
+        # Padding multiplies by 0, so an infinite or NaN operand may reach any output.
+        err = np.full_like(err, np.inf)
+    return settle(val, err, p)
+
+
+def _flushes(mag: Array, k: int, p: Precision) -> Array:
+    """Loss when each of k intermediate results below ``tiny`` is flushed: never more than what is there."""
+    return np.minimum(mag, k * p.tiny)
+
+
+# Finest grid looked for: multiples of 2**-12. Coarser than any accidental grid of ordinary float data.
+_GRID = 12
+
+
+def grid_exponent(a: Bounded) -> int | None:
+    """Smallest g in 0..12 for which every (exact) element is a multiple of 2**-g, else None.
+
+    Sums of products of such numbers are integers in units of 2**-g, hence exact in any order while they fit the
+    significand; that is why small dyadic cases are held to a bar of zero.
+    """
+    scaled = a.val * 2.0**_GRID
+    few = scaled.reshape(-1)[:4]  # Ordinary data is off the grid at once.
+    if not a.exact or (few != np.rint(few)).any() or (scaled != np.rint(scaled)).any():
+        return None
+    g = _GRID
+    while g > 0:
+        scaled = scaled / 2.0
+        if not (scaled == np.rint(scaled)).all():
+            break
+        g -= 1
+    return g
+
+
+def _exact_where(mag: Array, grid: int, err: Array, p: Precision) -> Array:
+    """Zero error where a sum of grid numbers cannot leave the exactly representable integers."""
+    return np.where(mag * 2.0**grid <= 2.0**p.digits, 0.0, err)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean, biased variance and normalised values of ``x`` over ``axes``, bounded for any two-pass algorithm."""
+
+    mean: Bounded
+    inv_std: Bounded
+    centred: Bounded
+    normalised: Bounded
+    n: int
+
+
+def moments(x: Bounded, axes: Axes, eps: float, one_pass: bool = False) -> Moments:
+    """Two-pass statistics: mean, then the mean square of the centred values, then (v + eps)**-1/2.
+
+    An error d in the mean moves the variance only by d**2, because the centred values sum to zero; and an error e in
+    an element moves it by 2|x - mean|e/n. A one-pass E[x^2] - E[x]^2 is *not* covered unless ``one_pass`` asks for
+    that looser algorithm: it adds the rounding of two uncentred mean squares, and may turn v + eps negative.
+    """
+    key = (axes, eps, one_pass)
+    if key not in x.memo:
+        x.memo[key] = _moments(x, axes, eps, one_pass)
+    return x.memo[key]
+
+
+def _moments(x: Bounded, axes: Axes, eps: float, one_pass: bool) -> Moments:
+    p = x.p
+    n = int(np.prod([x.val.shape[i] for i in axes]))
+    mean = total(x, axes)
+    if n > 1:  # Dividing by one is exact.
+        mean = scale(mean, 1.0 / n, roundings=2.0)
+    # Error of the computed mean against the exact mean of the values the run really held.
+    slip = mean.err - x.err.sum(axes, keepdims=True) / n
+    slip = np.where(np.isfinite(slip), np.maximum(slip, 0.0), np.inf)
+    c = x.val - mean.val
+    reach = np.abs(c) + x.err + x.err.sum(axes, keepdims=True) / n
+    centred = rounded(c, x.err + mean.err, p)
+    v = (c * c).sum(axes, keepdims=True) / n
+    v_in = ((2.0 * np.abs(c) + x.err) * x.err).sum(axes, keepdims=True) / n
+    square = ((reach + slip) ** 2).sum(axes, keepdims=True) / n
+    v_err = v_in + slip**2 + gamma(n + 4, p) * square + np.minimum(square, 2 * p.tiny)
+    if one_pass:
+        v_err = v_err + gamma(n + 4, p) * ((x.mag**2).sum(axes, keepdims=True) / n + mean.mag**2)
+    variance = Bounded(v, np.where(square * n <= p.largest, v_err, np.inf), p)
+    root = rounded(variance.val + eps, variance.err, p)
+    # A sum of squares is never negative, so v + eps stays at least eps (rounded once).
+    low = np.maximum(root.val - root.err, 0.0 if one_pass else eps * (1.0 - 2.0 * p.u))
+    inv = 1.0 / np.sqrt(root.val)
+    inv_std = rounded(inv, 1.0 / np.sqrt(low) - inv, p, roundings=RSQRT_ROUNDINGS)
+    # An overflowed variance gives rsqrt(inf) = 0 in the run: finite, and wrong by all of it.
+    inv_std = Bounded(inv_std.val, np.where(np.isfinite(variance.err), inv_std.err, np.inf), p)
+    return Moments(mean, inv_std, centred, mul(centred, inv_std), n)

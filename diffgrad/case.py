@@ -1,0 +1,137 @@
+"""A case: one block with its sizes, dtype and values, as small readable JSON. It is also the corpus format."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from diffgrad.specs import BLOCKS, AnySpec, CaseError
+from diffgrad.values import Values, check_values, draw_tensor
+
+SCHEMA = 1
+"""Version of the case format. Raise it when an old reader could misunderstand a new file."""
+
+Dtype = Literal["float32", "float64"]
+
+_MOST_ELEMENTS = 2**28
+
+T = TypeVar("T")
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is run: a block, a dtype and values. Hashable, comparable, and identified by the hash of its JSON.
+
+    ``overrides`` replaces single elements after the draw: tensor name -> flat index -> value.
+    """
+
+    block: AnySpec
+    dtype: Dtype = "float32"
+    values: Values = Values()
+    overrides: dict[str, dict[str, float]] = {}
+    schema: int = SCHEMA
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    def to_json(self) -> bytes:
+        """Canonical JSON: fields in a fixed order, defaults left out, the schema version always there."""
+        return msgspec.json.encode({"schema": self.schema, **msgspec.to_builtins(self)}, order="deterministic")
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits that name the case for ever."""
+        return hashlib.blake2b(self.to_json(), digest_size=6).hexdigest()
+
+    def check(self) -> Case:
+        """Return the case itself, or raise CaseError naming the field and value that make no sense."""
+        self.block.check()
+        check_values(self.values)
+        tensors = {t.name: t.shape for t in self.block.tensors()}
+        elements = sum(int(np.prod(s, dtype=object)) for s in tensors.values())
+        if elements > _MOST_ELEMENTS:
+            raise CaseError(f"{self.block.kind}: its tensors hold {elements} elements, more than {_MOST_ELEMENTS}")
+        for name, changes in self.overrides.items():
+            if name not in tensors:
+                raise CaseError(f"overrides.{name}: {self.block.kind} has no such tensor; it has {', '.join(tensors)}")
+            size = int(np.prod(tensors[name], dtype=np.int64))
+            for index in changes:
+                if not index.isdecimal() or int(index) >= size:
+                    raise CaseError(f"overrides.{name}[{index}]: must be a flat index from 0 to {size - 1}")
+        return self
+
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """The input, parameters, constants and upstream cotangent ``dy``, in the case's dtype and canonical layout.
+
+        Raises:
+            CaseError: when a value is not finite in the case's dtype.
+        """
+        out: dict[str, NDArray[Any]] = {}
+        for t in self.block.tensors():
+            v = draw_tensor(self.block, t, self.values)
+            for index, value in self.overrides.get(t.name, {}).items():
+                v.reshape(-1)[int(index)] = value
+            with np.errstate(over="ignore"):
+                cast = v.astype(self.dtype)
+            if not np.isfinite(cast).all():
+                raise CaseError(
+                    f"values: {t.name} overflows {self.dtype} at family {self.values.family}, "
+                    f"exponent {self.values.exponent}"
+                )
+            out[t.name] = cast
+        return out
+
+
+def case_from_json(text: bytes | str) -> Case:
+    """Read and validate a case.
+
+    Raises:
+        CaseError: one sentence naming the field and the value that do not fit.
+    """
+    try:
+        raw = msgspec.json.decode(text)
+    except msgspec.DecodeError as e:
+        raise CaseError(f"not JSON: {e}") from None
+    return case_from_object(raw)
+
+
+def case_from_object(raw: Any) -> Case:
+    """Validate a case that is already decoded JSON. Raises CaseError like case_from_json."""
+    check_schema(raw)
+    block = raw.get("block")
+    if isinstance(block, dict) and block.get("kind") not in BLOCKS:
+        raise CaseError(f"block.kind = {block.get('kind')!r}: no such block; known are {', '.join(BLOCKS)}")
+    return convert(raw, Case).check()
+
+
+def check_schema(raw: Any) -> None:
+    """Raise CaseError unless ``raw`` is an object of a schema version that this program reads."""
+    if not isinstance(raw, dict):
+        raise CaseError(f"a case must be a JSON object, not {type(raw).__name__}")
+    schema = raw.get("schema", SCHEMA)
+    if not isinstance(schema, int) or schema < 1:
+        raise CaseError(f"schema = {schema!r}: must be a whole number from 1 to {SCHEMA}")
+    if schema > SCHEMA:
+        raise CaseError(f"schema = {schema}: written by a newer diffgrad; this one reads up to {SCHEMA}, so upgrade it")
+
+
+def convert(raw: Any, kind: type[T]) -> T:
+    """msgspec.convert with the offending value added to its message, as a CaseError."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as e:
+        message = str(e)
+        found = re.search(r" - at `\$\.?([^`]*)`$", message)
+        if found is None:
+            raise CaseError(message) from None
+        value: Any = raw
+        for part in re.findall(r"[^.\[\]]+", found[1]):
+            value = value[int(part)] if isinstance(value, list) else value.get(part, "missing")
+            if not isinstance(value, dict | list):
+                break
+        shown = "" if isinstance(value, dict | list) else f" = {value!r}"
+        raise CaseError(f"{found[1]}{shown}: {message[: found.start()]}") from None

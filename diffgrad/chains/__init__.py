@@ -1,0 +1,24 @@
+"""The documents' chains, one file per architecture, and the table from a block's name to its chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from diffgrad.chains import mobilenetv4
+from diffgrad.chains.base import Chain, Link
+from diffgrad.specs import Spec
+
+CHAINS: dict[str, Callable[[Any], Chain]] = {
+    "uib": mobilenetv4.uib,
+}
+
+
+@lru_cache(maxsize=256)
+def chain_of(spec: Spec) -> Chain:
+    """The chain of a block specification."""
+    return CHAINS[spec.kind](spec)
+
+
+__all__ = ["CHAINS", "Chain", "Link", "chain_of"]

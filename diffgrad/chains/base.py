@@ -1,0 +1,70 @@
+"""A chain is a table: each link states its op, what it reads and writes, its cotangent and the nodes it feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from diffgrad.ops.base import Op
+
+
+@dataclass(frozen=True)
+class Link:
+    """One row of a chain.
+
+    Attributes:
+        op: the arithmetic.
+        reads: activation sites it reads.
+        writes: the activation site it produces.
+        cotangent: the documents' name of the cotangent at ``writes``.
+        feeds: parameters it reads; their gradient nodes are evaluated at ``cotangent``.
+        constants: tensors it reads that have no node (drop masks).
+        slot: the optional part of the block that the link belongs to; empty for a link that is always there.
+    """
+
+    op: Op
+    reads: tuple[str, ...]
+    writes: str
+    cotangent: str
+    feeds: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+    slot: str = ""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The links of a block in forward order, from the input site to the output site."""
+
+    links: tuple[Link, ...]
+    input: str
+    input_cotangent: str
+
+    @property
+    def output(self) -> str:
+        """The last site; its cotangent is given."""
+        return self.links[-1].writes
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Every parameter-gradient node, in forward order."""
+        return tuple(node for link in self.links for node in link.feeds)
+
+    def cotangents(self) -> dict[str, str]:
+        """Site -> the documents' name of the cotangent there, the input site first."""
+        return {self.input: self.input_cotangent} | {link.writes: link.cotangent for link in self.links}
+
+
+def fill(table: Iterable[Link], present: dict[str, bool]) -> tuple[Link, ...]:
+    """Put the identity into every absent slot: its links go, and what read their output reads their input.
+
+    This is the one place where a row's k = 0 (or an absent drop site) is turned into wiring.
+    """
+    links: list[Link] = []
+    stands_for: dict[str, str] = {}
+    for link in table:
+        reads = tuple(stands_for.get(site, site) for site in link.reads)
+        if link.slot and not present[link.slot]:
+            stands_for[link.writes] = reads[0]
+        else:
+            links.append(replace(link, reads=reads))
+    return tuple(links)

@@ -1,0 +1,51 @@
+"""What an op must say about itself: its forward, the same forward with a bar, and its VJPs with bars."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from diffgrad.bars import Bounded
+
+Numbers = NDArray[Any]
+"""A float64 array, or a complex128 one while the op is certified by the complex step."""
+
+
+class Vjp(NamedTuple):
+    """Cotangents of an op's inputs and of its parameters, in the order the op takes them."""
+
+    inputs: tuple[Bounded, ...]
+    params: tuple[Bounded, ...]
+
+
+class Op(ABC):
+    """One link's arithmetic. Implementations are frozen dataclasses of their attributes (stride, padding, eps).
+
+    Inputs and parameters arrive in canonical layout: activations NCHW, kernels OIHW, depthwise kernels [C,1,kH,kW].
+    """
+
+    materialised = False
+    """True where compilers store the result and read it back, so that consumers never recompute it."""
+
+    @abstractmethod
+    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
+        """The analytic forward map; also evaluated in complex128 by the certification."""
+
+    @abstractmethod
+    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
+        """The forward map with the bar of a run in the operands' precision."""
+
+    @abstractmethod
+    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
+        """The cotangents for the upstream cotangent ``dy``, each with its bar."""
+
+    def looser(self) -> dict[str, Op]:
+        """Cheaper algorithms that libraries use for this op, by name: the same op with wider bars."""
+        return {}
+
+    @property
+    def name(self) -> str:
+        """The op's name in verdicts and signatures."""
+        return type(self).__name__.lower()

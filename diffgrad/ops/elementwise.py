@@ -1,0 +1,92 @@
+"""relu, copy, add and the drop-path site: elementwise links (FORMULAS section 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from diffgrad.bars import Array, Bounded, add, lift
+from diffgrad.ops.base import Numbers, Op, Vjp
+
+
+def masked(dy: Bounded, z: Bounded, inside: Array) -> Bounded:
+    """dy where ``inside``, else 0; exact where the mask is certain.
+
+    A kink at 0 is certain where |z| exceeds z's bound. Where it is not, the bar widens by the whole contribution.
+    """
+    val = np.where(inside, dy.val, 0.0)
+    uncertain = (np.abs(z.val) <= z.err) & (z.err > 0)
+    # A kernel that multiplies by the mask turns an infinite dy into NaN even where the mask is 0.
+    return lift(val, np.where(uncertain, dy.mag, np.where(inside | np.isinf(dy.err), dy.err, 0.0)), dy.p)
+
+
+@dataclass(frozen=True)
+class Relu(Op):
+    """max(x, 0), one-sided: the derivative at exactly 0 is 0."""
+
+    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
+        return np.where(xs[0].real > 0, xs[0], 0.0)
+
+    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
+        z = xs[0]
+        # 1-Lipschitz; an element that is negative by more than its bound stays at 0.
+        return lift(np.maximum(z.val, 0.0), np.where(z.val + z.err <= 0, 0.0, z.err), z.p)
+
+    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
+        z = xs[0]
+        return Vjp((masked(dy, z, z.val > 0),), ())
+
+
+@dataclass(frozen=True)
+class Copy(Op):
+    """The identity: names a branch where an activation forks, so that the branch has a cotangent of its own."""
+
+    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
+        return xs[0]
+
+    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
+        return xs[0]
+
+    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
+        return Vjp((dy,), ())
+
+
+@dataclass(frozen=True)
+class Add(Op):
+    """branch + skip; both read the cotangent unchanged."""
+
+    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
+        return xs[0] + xs[1]
+
+    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
+        return add(xs[0], xs[1])
+
+    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
+        return Vjp((dy, dy), ())
+
+
+@dataclass(frozen=True)
+class DropPath(Op):
+    """A stochastic-depth site: y_n = a_n * x_n. The constant a [N] (0 or 1/keep) is given, not differentiated."""
+
+    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
+        return xs[0] * _per_example(ps[0], xs[0].ndim)
+
+    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
+        return self._scale(xs[0], ps[0])
+
+    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
+        return Vjp((self._scale(dy, ps[0]),), ())
+
+    def _scale(self, v: Bounded, a: Bounded) -> Bounded:
+        y = v * a.reshape(-1, *(1,) * (v.val.ndim - 1))
+        # Scaling by a power of two is exact, barring overflow and underflow, and by 0 it is 0.
+        mantissa = np.abs(np.frexp(_per_example(a.val, v.val.ndim))[0])
+        unchanged = ((mantissa == 0.5) | (mantissa == 0)) & (v.err == 0) & ((y.val == 0) | (np.abs(y.val) >= v.p.tiny))
+        return Bounded(y.val, np.where(unchanged & np.isfinite(y.err), 0.0, y.err), v.p)
+
+
+def _per_example(a: Numbers, ndim: int) -> Numbers:
+    """[N] -> [N,1,...,1]"""
+    return a.reshape(-1, *(1,) * (ndim - 1))

@@ -1,0 +1,137 @@
+"""The oracle: walks a chain in float64 and says, for every site and node, the value and its bar.
+
+Two ways of walking share one loop. *End to end*, each link reads what the previous link's formula gave, and bars
+propagate. *Link by link*, each link reads what the framework recorded, so that nothing accumulates and a fault shows at
+the very link that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffgrad.bars import Array, Bounded, Precision, add, quiet, recorded
+from diffgrad.chains import Chain, Link
+from diffgrad.ops import Op, Vjp
+from diffgrad.trace import Trace
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the formulas give: activations by site, cotangents by site, gradients by node, each with its bar."""
+
+    acts: dict[str, Bounded] = field(default_factory=dict)
+    cots: dict[str, Bounded] = field(default_factory=dict)
+    grads: dict[str, Bounded] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """What a link reads: ``carried`` includes the producer's bar where a compiler may recompute it, ``plain`` does not."""
+
+    carried: Bounded
+    plain: Bounded
+
+
+class Walk:
+    """One walk of a chain.
+
+    Args:
+        chain: the block's chain.
+        tensors: the case's tensors, in the run's dtype.
+        p: the run's precision.
+        trace: the recorded run, for a link-by-link walk; None to walk end to end.
+        compiled: a compiler may recompute a producer inside its consumer with other contractions, so what a link
+            reads carries its producer's bar (up to the last result that is certainly stored and read back).
+        ops: replacements for some links' ops, keyed by the site they write (named looser models).
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        tensors: Tensors,
+        p: Precision,
+        trace: Trace | None = None,
+        compiled: bool = False,
+        ops: Mapping[str, Op] | None = None,
+    ) -> None:
+        self._chain = chain
+        self._p = p
+        self._trace = trace
+        self._compiled = compiled and trace is not None
+        self._ops = ops or {}
+        self._given = {name: recorded(v.astype(np.float64), p) for name, v in tensors.items()}
+
+    def run(self) -> Expected:
+        """Forward through every link, then backward through every link."""
+        out = Expected()
+        with quiet():
+            fed = self._forward(out)
+            self._backward(out, fed)
+        return out
+
+    def _op(self, link: Link) -> Op:
+        return self._ops.get(link.writes, link.op)
+
+    def _params(self, link: Link) -> tuple[Bounded, ...]:
+        return tuple(self._given[name] for name in (*link.feeds, *link.constants))
+
+    def _forward(self, out: Expected) -> dict[str, _Fed]:
+        fed = {self._chain.input: _fed(self._given[self._chain.input])}
+        for link in self._chain.links:
+            op, ps = self._op(link), self._params(link)
+            y = op.bound(tuple(fed[s].carried for s in link.reads), ps)
+            own = y
+            if self._compiled and op.materialised:
+                own = op.bound(tuple(fed[s].plain for s in link.reads), ps)
+            out.acts[link.writes] = y
+            fed[link.writes] = self._feed(y, own.err, self._trace and self._trace.acts.get(link.writes))
+        return fed
+
+    def _backward(self, out: Expected, fed: dict[str, _Fed]) -> None:
+        # What each consumer of a site hands back, and the part of its bar that a recomputing compiler may show.
+        parts: dict[str, list[tuple[Bounded, Array]]] = {s: [] for s in self._chain.cotangents()}
+        for link in reversed(self._chain.links):
+            if link.writes == self._chain.output:
+                dy = _fed(self._given["dy"])
+            else:
+                dy = self._collect(out, parts, link.writes)
+            op, ps = self._op(link), self._params(link)
+            v = op.vjp(tuple(fed[s].carried for s in link.reads), ps, dy.carried)
+            own: Vjp = v
+            if self._compiled and op.materialised:
+                own = op.vjp(tuple(fed[s].plain for s in link.reads), ps, dy.plain)
+            for site, dx, own_dx in zip(link.reads, v.inputs, own.inputs, strict=True):
+                parts[site].append((dx, own_dx.err))
+            for node, grad in zip(link.feeds, v.params, strict=True):
+                out.grads[node] = grad
+        self._collect(out, parts, self._chain.input)
+
+    def _collect(self, out: Expected, parts: dict[str, list[tuple[Bounded, Array]]], site: str) -> _Fed:
+        """The cotangent at a site: the sum over everything that reads it."""
+        terms = [dx for dx, _ in parts[site]]
+        dy = terms[0] if len(terms) == 1 else add(*terms)
+        out.cots[site] = dy
+        carried: Array = parts[site][0][1] if len(terms) == 1 else dy.err
+        return self._feed(dy, carried, self._trace and self._trace.cots.get(site))
+
+    def _feed(self, expected: Bounded, carried: Array, got: NDArray[Any] | None) -> _Fed:
+        if self._trace is None:
+            return _fed(expected)
+        if got is None or got.shape != expected.val.shape:
+            # Its absence is reported where it is due; downstream nothing can be said.
+            return _fed(Bounded(expected.val, np.full_like(expected.val, np.inf), self._p))
+        plain = recorded(got.astype(np.float64), self._p)
+        if not self._compiled:
+            return _fed(plain)
+        return _Fed(recorded(got.astype(np.float64), self._p, carried), plain)
+
+
+def _fed(b: Bounded) -> _Fed:
+    return _Fed(b, b)
