@@ -32,8 +32,6 @@ class Adapter(ABC):
     name: ClassVar[str]
     mode: ClassVar[str]
     """How the framework runs here: ``eager`` or ``jit``."""
-    compiled: ClassVar[bool] = False
-    """True when a compiler may recompute a recorded activation inside its consumer."""
     unsupported: ClassVar[tuple[Unsupported, ...]] = ()
 
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.metadata import version
 from typing import Any, cast
 
 import jax
@@ -33,7 +34,6 @@ class JaxAdapter(Adapter):
 
     name = "jax"
     mode = "jit"
-    compiled = True
 
     def __init__(self, quick: bool = False) -> None:
         jax.config.update("jax_enable_x64", True)
@@ -41,7 +41,7 @@ class JaxAdapter(Adapter):
         self._program = lru_cache(maxsize=64)(self._compile)
 
     def versions(self) -> dict[str, str]:
-        return {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
+        return {"jax": jax.__version__, "jaxlib": version("jaxlib")}
 
     def devices(self) -> tuple[str, ...]:
         return tuple(str(d) for d in jax.devices())
@@ -108,7 +108,7 @@ class JaxAdapter(Adapter):
         v = tap("pn", _bn(v, t["pg"], t["pbt"]))
         if b.drop:
             v = tap("pd", v * t["drop"][:, None, None, None])
-        return v + t["x"]
+        return jnp.add(v, t["x"])
 
 
 def _conv(x: jax.Array, w: jax.Array, groups: int = 1) -> jax.Array:

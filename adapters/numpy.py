@@ -103,7 +103,7 @@ class NumpyAdapter(Adapter):
         if not b.pre_k:
             return v
         v = tap("qc", self.depthwise(v, t["qW"]))
-        return self.pre_act(tap("qn", self.bn(v, t["qg"], t["qbt"])))  # type: ignore[no-any-return]
+        return self.pre_act(tap("qn", self.bn(v, t["qg"], t["qbt"])))
 
     def pre_act(self, v: Var) -> Var:
         """Nothing follows the pre-depthwise's batch norm."""
@@ -147,7 +147,7 @@ class NumpyAdapter(Adapter):
         def pull(dy: Floats) -> tuple[Floats, Floats]:
             flipped = kernel[:, :, ::-1, ::-1]
             dx = np.einsum("nohwab,ocab->nchw", _patches(dy, w.value.shape), flipped)
-            return dx, np.einsum("nchwab,nohw->ocab", patches, dy)
+            return dx, self.weight_sum(np.einsum("nchwab,nohw->ocab", patches, dy), len(dy))
 
         return Var(np.einsum("nchwab,ocab->nohw", patches, kernel), (x, w), pull)
 
@@ -157,14 +157,18 @@ class NumpyAdapter(Adapter):
 
         def pull(dy: Floats) -> tuple[Floats, Floats]:
             dx = np.einsum("nchwab,cab->nchw", _patches(dy, w.value.shape), kernel[:, ::-1, ::-1])
-            return dx, np.einsum("nchwab,nchw->cab", patches, dy)[:, None]
+            return dx, self.weight_sum(np.einsum("nchwab,nchw->cab", patches, dy)[:, None], len(dy))
 
         return Var(np.einsum("nchwab,cab->nchw", patches, kernel), (x, w), pull)
+
+    def weight_sum(self, dw: Floats, batch: int) -> Floats:
+        """A kernel's gradient is the *sum* over the batch."""
+        return dw
 
     def bn(self, x: Var, g: Var, b: Var) -> Var:
         """Batch norm with live statistics: mean, then the mean square of the centred values."""
         centred = x.value - x.value.mean((0, 2, 3), keepdims=True)
-        inv_std = 1 / np.sqrt(self.variance(centred) + x.value.dtype.type(EPS))
+        inv_std = self.inverse_root(self.variance(centred))
         normed = centred * inv_std
         gain = g.value[:, None, None]
 
@@ -175,12 +179,15 @@ class NumpyAdapter(Adapter):
         return Var(gain * normed + b.value[:, None, None], (x, g, b), pull)
 
     def variance(self, centred: Floats) -> Floats:
-        return np.mean(centred * centred, (0, 2, 3), keepdims=True)  # type: ignore[no-any-return]
+        return np.asarray(np.mean(centred * centred, (0, 2, 3), keepdims=True))
+
+    def inverse_root(self, variance: Floats) -> Floats:
+        return np.asarray(1 / np.sqrt(variance + variance.dtype.type(EPS)))
 
     def bn_back(self, d: Floats, normed: Floats, inv_std: Floats) -> Floats:
         """Cotangent at the batch norm's input, for d = gamma * dy."""
         along = (normed * d).mean((0, 2, 3), keepdims=True)
-        return inv_std * (d - d.mean((0, 2, 3), keepdims=True) - normed * along)
+        return np.asarray(inv_std * (d - d.mean((0, 2, 3), keepdims=True) - normed * along))
 
     def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats) -> tuple[Floats, Floats]:
         """Gradients of gamma and beta, from the cotangent at the batch norm's *output*."""
@@ -194,6 +201,6 @@ def _patches(x: Floats, kernel: tuple[int, ...]) -> Floats:
     return sliding_window_view(padded, (kh, kw), axis=(2, 3))
 
 
-def adapter() -> NumpyAdapter:
-    """The adapter of this file."""
+def adapter(quick: bool = False) -> NumpyAdapter:
+    """The adapter of this file; nothing is compiled, so ``quick`` changes nothing."""
     return NumpyAdapter()

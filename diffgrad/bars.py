@@ -8,8 +8,8 @@ and results below the smallest normal number may be flushed to zero.
 
 There are no tunable tolerances: a bar is a function of the operands, the operation and the precision.
 
-Overflow is part of the model (infinite bounds, and 0 * inf on the way to them), so callers that walk a whole chain do so
-under ``quiet()``, once, rather than every operation silencing NumPy for itself.
+Overflow is part of the model (infinite bounds, and 0 * inf on the way to them), so callers that walk a whole chain do
+so under ``quiet()``, once, rather than every operation silencing NumPy for itself.
 """
 
 from __future__ import annotations

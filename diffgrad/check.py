@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -125,7 +126,8 @@ def check_links(chain: Chain, tensors: Tensors, trace: Trace, p: Precision, comp
     """Each link alone, on the framework's own recorded inputs."""
     expected = Walk(chain, tensors, p, trace, compiled).run()
     quantities = _compare_all(chain, expected, trace, p)
-    return Report(tuple(_name_looser(chain, tensors, trace, p, compiled, quantities)), len(chain.links), len(chain.nodes))
+    named = _name_looser(chain, tensors, trace, p, compiled, quantities)
+    return Report((*named, *_strays(chain, trace)), len(chain.links), len(chain.nodes))
 
 
 def check_end_to_end(chain: Chain, tensors: Tensors, trace: Trace, p: Precision) -> Report:
@@ -135,77 +137,129 @@ def check_end_to_end(chain: Chain, tensors: Tensors, trace: Trace, p: Precision)
     return Report(tuple(quantities), 0, 0)
 
 
-def _compare_all(chain: Chain, expected: Expected, trace: Trace, p: Precision) -> list[Quantity]:
-    cot_names = chain.cotangents()
-    out = [
-        compare(_title(link), "activation", link.writes, trace.acts.get(link.writes), expected.acts[link.writes], p)
+class _Row(NamedTuple):
+    """One quantity to compare."""
+
+    link: str
+    what: str
+    name: str
+    got: NDArray[Any] | None
+    expected: Bounded
+
+
+def _rows(chain: Chain, expected: Expected, trace: Trace) -> list[_Row]:
+    """Everything to compare, in blame order."""
+    names = chain.cotangents()
+
+    def cotangent(site: str) -> _Row:
+        # The cotangent at a site is the work of the links that read the site.
+        blame = "+".join(_title(link) for link in chain.links if site in link.reads)
+        return _Row(blame, "cotangent", names[site], trace.cots.get(site), expected.cots[site])
+
+    rows = [
+        _Row(_title(link), "activation", link.writes, trace.acts.get(link.writes), expected.acts[link.writes])
         for link in chain.links
     ]
     for link in reversed(chain.links):
         if link.writes != chain.output:
-            out.append(_cotangent(chain, expected, trace, link.writes, cot_names, p))
-        out += [
-            compare(_title(link), "gradient", node, trace.grads.get(node), expected.grads[node], p)
-            for node in link.feeds
-        ]
-    out.append(_cotangent(chain, expected, trace, chain.input, cot_names, p))
-    return out
+            rows.append(cotangent(link.writes))
+        rows += [_Row(_title(link), "gradient", n, trace.grads.get(n), expected.grads[n]) for n in link.feeds]
+    return [*rows, cotangent(chain.input)]
 
 
-def _cotangent(
-    chain: Chain, expected: Expected, trace: Trace, site: str, names: dict[str, str], p: Precision
-) -> Quantity:
-    """The cotangent at a site is the work of the links that read the site."""
-    blame = "+".join(_title(link) for link in chain.links if site in link.reads)
-    return compare(blame, "cotangent", names[site], trace.cots.get(site), expected.cots[site], p)
+def _strays(chain: Chain, trace: Trace) -> list[Quantity]:
+    """What a run delivered though the chain has no such site or node: a part that should not have run."""
+    sites = set(chain.cotangents())
+    known = {"activation": sites, "cotangent": sites, "gradient": set(chain.nodes)}
+    got = {"activation": trace.acts, "cotangent": trace.cots, "gradient": trace.grads}
+    return [
+        Quantity("block", what, name, "wrong", note="delivered, but this block has none")
+        for what in known
+        for name in got[what]
+        if name not in known[what]
+    ]
 
 
 def _title(link: Link) -> str:
     return f"{link.op.name}@{link.writes}"
 
 
-def compare(link: str, what: str, name: str, got: NDArray[Any] | None, expected: Bounded, p: Precision) -> Quantity:
-    """One delivered array against its expected value and bar. NaN is never within a finite bar."""
+def _compare_all(chain: Chain, expected: Expected, trace: Trace, p: Precision) -> list[Quantity]:
+    return compare(_rows(chain, expected, trace), p)
+
+
+def compare(rows: Sequence[_Row], p: Precision) -> list[Quantity]:
+    """Delivered arrays against their expected values and bars. NaN is never within a finite bar.
+
+    All comparable rows are laid end to end and compared in one go; only the worst element of each is looked at singly.
+    """
+    refused = [_refusal(row, p) for row in rows]
+    fit = [row for row, no in zip(rows, refused, strict=True) if no is None]
+    judged = iter(_judge(fit) if fit else ())
+    return [no if no is not None else next(judged) for no in refused]
+
+
+def _refusal(row: _Row, p: Precision) -> Quantity | None:
+    """The verdict on an array that cannot even be compared; None where it can."""
+    got, shape = row.got, row.expected.val.shape
     if got is None:
-        return Quantity(link, what, name, "wrong", note="not delivered (None or missing)")
-    if got.shape != expected.val.shape:
-        return Quantity(link, what, name, "wrong", note=f"shape {got.shape}, expected {expected.val.shape}")
-    if got.dtype.name != p.name:
-        return Quantity(link, what, name, "wrong", note=f"dtype {got.dtype.name}, expected {p.name}")
-    if got.size == 0:
-        return Quantity(link, what, name, "ok")
-    g = got.astype(np.float64)
-    bar = expected.err
-    with quiet():
-        error = np.abs(g - expected.val)
-        judged = np.isfinite(bar)
-        bad = judged & ~(error <= bar)
-        ratio = np.where(judged & (bar > 0), error / bar, 0.0)
-    nonfinite = judged & ~np.isfinite(g)
-    empty = ~(bar < np.abs(expected.val)) & (bar > 0)
-    rank = np.where(nonfinite, np.inf, np.where(bad & (bar == 0), np.inf, ratio))
-    at = np.unravel_index(int(np.argmax(np.where(bad, rank + 1.0, ratio))), g.shape)
-    if nonfinite.any():
-        verdict = "nonfinite"
-    elif bad.any():
-        verdict = "wrong"
+        note = "not delivered (None or missing)"
+    elif got.shape != shape:
+        note = f"shape {got.shape}, expected {shape}"
+    elif got.dtype.name != p.name:
+        note = f"dtype {got.dtype.name}, expected {p.name}"
     else:
-        verdict = "vacuous" if empty.all() else "ok"
-    finite_ratio = ratio[np.isfinite(ratio)]
-    return Quantity(
-        link=link,
-        what=what,
-        name=name,
-        verdict=verdict,
-        index=tuple(int(i) for i in at),
-        got=float(g[at]),
-        expected=float(expected.val[at]),
-        error=float(error[at]),
-        bar=float(bar[at]),
-        ratio=float(finite_ratio.max()) if finite_ratio.size else 0.0,
-        elements=g.size,
-        vacuous=int(empty.sum()),
-    )
+        return None
+    return Quantity(row.link, row.what, row.name, "wrong", note=note)
+
+
+def _judge(rows: Sequence[_Row]) -> list[Quantity]:
+    sizes = [row.expected.val.size for row in rows]
+    if 0 in sizes:
+        raise ValueError("a case without elements has nothing to check")
+    starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    got = np.concatenate([np.asarray(row.got, np.float64).reshape(-1) for row in rows])
+    val = np.concatenate([row.expected.val.reshape(-1) for row in rows])
+    bar = np.concatenate([row.expected.err.reshape(-1) for row in rows])
+    with quiet():
+        error = np.abs(got - val)
+        bound = np.isfinite(bar)
+        bad = bound & ~(error <= bar)
+        nonfinite = bound & ~np.isfinite(got)
+        empty = ~(bar < np.abs(val)) & (bar > 0)
+        ratio = np.where(bound & (error > 0), error / bar, 0.0)
+    rank = np.where(nonfinite, np.inf, ratio)
+    worst = np.maximum.reduceat(rank, starts)
+    any_bad = np.logical_or.reduceat(bad, starts)
+    any_nonfinite = np.logical_or.reduceat(nonfinite, starts)
+    vacuous = np.add.reduceat(empty, starts, dtype=np.int64)
+    out: list[Quantity] = []
+    for i, row in enumerate(rows):
+        flat = slice(starts[i], starts[i] + sizes[i])
+        at = int(starts[i] + np.argmax(rank[flat]))
+        if any_nonfinite[i]:
+            verdict = "nonfinite"
+        elif any_bad[i]:
+            verdict = "wrong"
+        else:
+            verdict = "vacuous" if vacuous[i] == sizes[i] else "ok"
+        out.append(
+            Quantity(
+                link=row.link,
+                what=row.what,
+                name=row.name,
+                verdict=verdict,
+                index=tuple(int(j) for j in np.unravel_index(at - starts[i], row.expected.val.shape)),
+                got=float(got[at]),
+                expected=float(val[at]),
+                error=float(error[at]),
+                bar=float(bar[at]),
+                ratio=float(worst[i]),
+                elements=sizes[i],
+                vacuous=int(vacuous[i]),
+            )
+        )
+    return out
 
 
 def _name_looser(

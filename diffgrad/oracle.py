@@ -33,7 +33,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class _Fed:
-    """What a link reads: ``carried`` includes the producer's bar where a compiler may recompute it, ``plain`` does not."""
+    """What a link reads: ``carried`` has the producer's bar where a compiler may recompute it, ``plain`` has not."""
 
     carried: Bounded
     plain: Bounded
@@ -91,7 +91,7 @@ class Walk:
             if self._compiled and op.materialised:
                 own = op.bound(tuple(fed[s].plain for s in link.reads), ps)
             out.acts[link.writes] = y
-            fed[link.writes] = self._feed(y, own.err, self._trace and self._trace.acts.get(link.writes))
+            fed[link.writes] = self._feed(y, own.err, self._trace.acts.get(link.writes) if self._trace else None)
         return fed
 
     def _backward(self, out: Expected, fed: dict[str, _Fed]) -> None:
@@ -119,7 +119,7 @@ class Walk:
         dy = terms[0] if len(terms) == 1 else add(*terms)
         out.cots[site] = dy
         carried: Array = parts[site][0][1] if len(terms) == 1 else dy.err
-        return self._feed(dy, carried, self._trace and self._trace.cots.get(site))
+        return self._feed(dy, carried, self._trace.cots.get(site) if self._trace else None)
 
     def _feed(self, expected: Bounded, carried: Array, got: NDArray[Any] | None) -> _Fed:
         if self._trace is None:

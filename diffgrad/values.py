@@ -8,6 +8,7 @@ the same bits everywhere, for ever.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -52,7 +53,9 @@ class Bits:
         """Nearly normal, unit variance, |value| < 3.47: the scaled sum of four 16-bit uniforms."""
         raw = self.raw(_size(shape))
         mask = np.uint64(0xFFFF)
-        parts = sum(((raw >> np.uint64(16 * i)) & mask).astype(np.float64) for i in range(4))
+        parts = np.zeros(len(raw))
+        for shift in (0, 16, 32, 48):
+            parts += ((raw >> np.uint64(shift)) & mask).astype(np.float64)
         return ((parts - 131070.0) * (1.7320508075688772 / 65536.0)).reshape(shape)
 
     def chance(self, numerator: int, denominator: int, shape: tuple[int, ...]) -> NDArray[np.bool_]:
@@ -75,7 +78,7 @@ def _per_channel(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _normal(t: Tensor, bits: Bits, exponent: int) -> Floats:
     v = bits.normal(t.shape)
     if t.role == "kernel":
-        return v / np.sqrt(float(_size(t.shape[1:])))
+        return v / math.sqrt(_size(t.shape[1:]))
     if t.role == "gamma":
         return 1.0 + 0.5 * v
     return 0.5 * v if t.role == "beta" else v

@@ -1,16 +1,16 @@
 """conv2d and depthwise convolution: forward, input-VJP and parameter-VJPs (FORMULAS section 1).
 
 All three maps are bilinear, so each is one function of two arrays and its bar is ``bars.bilinear`` of that function.
-A kernel of kH x kW is applied tap by tap: one channel product per kernel position.
+The input-VJP is written as the convolution of the spread-out cotangent with the flipped kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from diffgrad.bars import Bounded, bilinear, total
 from diffgrad.ops.base import Numbers, Op, Vjp
@@ -26,6 +26,15 @@ class Axis(NamedTuple):
     k: int
     stride: int
     lo: int
+
+    @property
+    def reach(self) -> int:
+        """Padded extent that the windows cover."""
+        return (self.out - 1) * self.stride + self.k
+
+    def transposed(self) -> Axis:
+        """The stride-1 axis that leads from the spread-out cotangent back to the input."""
+        return Axis((self.out - 1) * self.stride + 1, self.size, self.k, 1, self.k - 1 - self.lo)
 
 
 def axis(size: int, k: int, stride: int, padding: Padding) -> Axis:
@@ -43,45 +52,45 @@ def axis(size: int, k: int, stride: int, padding: Padding) -> Axis:
     return Axis(size, out, k, stride, lo)
 
 
-def _reach(ax: Axis, tap: int) -> tuple[slice, slice]:
-    """Output positions whose tap lies inside the input, and the input positions they read."""
-    first = max(0, -((tap - ax.lo) // ax.stride))
-    last = min(ax.out - 1, (ax.size - 1 + ax.lo - tap) // ax.stride)
-    if last < first:
-        return slice(0, 0), slice(0, 0)
-    start = first * ax.stride + tap - ax.lo
-    return slice(first, last + 1), slice(start, start + (last - first) * ax.stride + 1, ax.stride)
-
-
 @dataclass(frozen=True)
 class _Geometry:
     h: Axis
     w: Axis
 
-    def taps(self) -> list[tuple[int, int, tuple[slice, ...], tuple[slice, ...]]]:
-        """(a, b, output slice, input slice) for each kernel position, out-of-range reads left out."""
-        everything = slice(None)
-        rows = [(a, *_reach(self.h, a)) for a in range(self.h.k)]
-        cols = [(b, *_reach(self.w, b)) for b in range(self.w.k)]
-        return [
-            (a, b, (everything, everything, oh, ow), (everything, everything, ih, iw))
-            for a, oh, ih in rows
-            for b, ow, iw in cols
-        ]
+    @property
+    def pointwise(self) -> bool:
+        return self.h.k == self.w.k == self.h.stride == self.w.stride == 1
+
+    def windows(self, x: Numbers) -> Numbers:
+        """What each output position reads: [N,C,H,W] -> [N,C,H',W',kH,kW], out-of-range reads 0."""
+        padded = _pad(x, self.h, self.w)
+        seen = sliding_window_view(padded, (self.h.k, self.w.k), axis=(2, 3))
+        strided: Numbers = seen[:, :, :: self.h.stride, :: self.w.stride]
+        return strided
+
+    def back_windows(self, dy: Numbers) -> Numbers:
+        """Which output positions each input position feeds: [N,O,H',W'] -> [N,O,H,W,kH,kW], kernel taps reversed.
+
+        The cotangent is spread out by the stride; after that the input-VJP is a stride-1 convolution.
+        """
+        h, w = self.h.transposed(), self.w.transposed()
+        spread = np.zeros((*dy.shape[:2], h.size, w.size), dy.dtype)
+        spread[:, :, :: self.h.stride, :: self.w.stride] = dy
+        return sliding_window_view(_pad(spread, h, w), (h.k, w.k), axis=(2, 3))
 
 
-Mix = Callable[[Numbers, Numbers], Numbers]
+def _pad(x: Numbers, h: Axis, w: Axis) -> Numbers:
+    """Zero-padded (or cropped, where a stride leaves a remainder) so that every window is inside."""
+    padded = np.zeros((*x.shape[:2], h.reach, w.reach), x.dtype)
+    rows, cols = min(h.size, h.reach - h.lo), min(w.size, w.reach - w.lo)
+    padded[:, :, h.lo : h.lo + rows, w.lo : w.lo + cols] = x[:, :, :rows, :cols]
+    return padded
 
 
-def _mix_forward(w: Numbers, x: Numbers) -> Numbers:
-    """[O,C], [N,C,h,w] -> [N,O,h,w]"""
+def _channels(w: Numbers, x: Numbers) -> Numbers:
+    """[O,C], [N,C,H,W] -> [N,O,H,W]"""
     n, c, h, v = x.shape
-    return np.matmul(w, x.reshape(n, c, h * v)).reshape(n, w.shape[0], h, v)
-
-
-def _mix_weight(x: Numbers, dy: Numbers) -> Numbers:
-    """[N,C,h,w], [N,O,h,w] -> [O,C]"""
-    return np.tensordot(dy, x, axes=((0, 2, 3), (0, 2, 3)))
+    return np.asarray(np.matmul(w, x.reshape(n, c, h * v))).reshape(n, w.shape[0], h, v)
 
 
 @dataclass(frozen=True)
@@ -99,24 +108,20 @@ class Conv2d(Op):
             axis(x[3], w[3], self.stride, self.padding),
         )
 
-    # The three bilinear maps.
+    # The three bilinear maps. A 1x1 kernel at stride 1 is a product over channels.
     def _apply(self, g: _Geometry, x: Numbers, w: Numbers) -> Numbers:
-        y = np.zeros((x.shape[0], w.shape[0], g.h.out, g.w.out), np.result_type(x, w))
-        for a, b, o, i in g.taps():
-            y[o] += _mix_forward(w[:, :, a, b], x[i])
-        return y
+        if g.pointwise:
+            return _channels(w[:, :, 0, 0], x)
+        return np.moveaxis(np.tensordot(g.windows(x), w, axes=((1, 4, 5), (1, 2, 3))), 3, 1)
 
     def _apply_input(self, g: _Geometry, dy: Numbers, w: Numbers) -> Numbers:
-        dx = np.zeros((dy.shape[0], w.shape[1], g.h.size, g.w.size))
-        for a, b, o, i in g.taps():
-            dx[i] += _mix_forward(w[:, :, a, b].T, dy[o])
-        return dx
+        if g.pointwise:
+            return _channels(w[:, :, 0, 0].T, dy)
+        flipped = w[:, :, ::-1, ::-1]
+        return np.moveaxis(np.tensordot(g.back_windows(dy), flipped, axes=((1, 4, 5), (0, 2, 3))), 3, 1)
 
     def _apply_weight(self, g: _Geometry, x: Numbers, dy: Numbers) -> Numbers:
-        dw = np.zeros((dy.shape[1], x.shape[1], g.h.k, g.w.k))
-        for a, b, o, i in g.taps():
-            dw[:, :, a, b] = _mix_weight(x[i], dy[o])
-        return dw
+        return np.tensordot(dy, g.windows(x), axes=((0, 2, 3), (0, 2, 3)))
 
     def _fan(self, w: tuple[int, ...]) -> tuple[int, int]:
         """Most products in one output element, and in one input-cotangent element."""
@@ -150,22 +155,16 @@ class Depthwise(Conv2d):
     """One kernel per channel, no sum over channels. Parameters: W [C,1,kH,kW] and, when given, b [C]."""
 
     def _apply(self, g: _Geometry, x: Numbers, w: Numbers) -> Numbers:
-        y = np.zeros((x.shape[0], x.shape[1], g.h.out, g.w.out), np.result_type(x, w))
-        for a, b, o, i in g.taps():
-            y[o] += x[i] * w[:, 0, a, b, None, None]
+        y: Numbers = np.einsum("nchwab,cab->nchw", g.windows(x), w[:, 0])
         return y
 
     def _apply_input(self, g: _Geometry, dy: Numbers, w: Numbers) -> Numbers:
-        dx = np.zeros((*dy.shape[:2], g.h.size, g.w.size))
-        for a, b, o, i in g.taps():
-            dx[i] += dy[o] * w[:, 0, a, b, None, None]
+        dx: Numbers = np.einsum("nchwab,cab->nchw", g.back_windows(dy), w[:, 0, ::-1, ::-1])
         return dx
 
     def _apply_weight(self, g: _Geometry, x: Numbers, dy: Numbers) -> Numbers:
-        dw = np.zeros((x.shape[1], 1, g.h.k, g.w.k))
-        for a, b, o, i in g.taps():
-            dw[:, 0, a, b] = np.einsum("nchw,nchw->c", x[i], dy[o])
-        return dw
+        dw: Numbers = np.einsum("nchwab,nchw->cab", g.windows(x), dy)
+        return dw[:, None]
 
     def _fan(self, w: tuple[int, ...]) -> tuple[int, int]:
         return w[2] * w[3], w[2] * w[3]

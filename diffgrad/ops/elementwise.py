@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from diffgrad.bars import Array, Bounded, add, lift
+from diffgrad.bars import Bounded, add, lift
 from diffgrad.ops.base import Numbers, Op, Vjp
 
 
-def masked(dy: Bounded, z: Bounded, inside: Array) -> Bounded:
+def masked(dy: Bounded, z: Bounded, inside: NDArray[np.bool_]) -> Bounded:
     """dy where ``inside``, else 0; exact where the mask is certain.
 
     A kink at 0 is certain where |z| exceeds z's bound. Where it is not, the bar widens by the whole contribution.

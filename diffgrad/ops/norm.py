@@ -10,7 +10,6 @@ from diffgrad.bars import Array, Bounded, Moments, bilinear, gamma, moments, sca
 from diffgrad.ops.base import Numbers, Op, Vjp
 from diffgrad.specs import EPS
 
-
 _MAP = (0, 2, 3)
 
 
@@ -29,7 +28,8 @@ class BatchNorm(Op):
         x, (g, b) = xs[0], ps
         c = x - x.mean(_MAP, keepdims=True)
         inv_std = ((c * c).mean(_MAP, keepdims=True) + self.eps) ** -0.5
-        return g[:, None, None] * (c * inv_std) + b[:, None, None]
+        y: Numbers = g[:, None, None] * (c * inv_std) + b[:, None, None]
+        return y
 
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
         x, g, b = xs[0], ps[0].reshape(1, -1, 1, 1), ps[1].reshape(1, -1, 1, 1)
@@ -66,7 +66,7 @@ def _cube_flush(m: Moments, d: Bounded) -> Array:
 
 def _project(x: Bounded, m: Moments, dy: Bounded) -> Bounded:
     """dgamma = sum(dy * xhat), also covering its folded form s * (sum(dy*x) - mean*sum(dy))."""
-    n, c = x.val.shape[:2]
+    c = x.val.shape[1]
     gain = bilinear(lambda a, b: np.einsum("nchw,nchw->c", a, b), dy, m.normalised, m.n)
     uncentred = ((x.mag + m.mean.mag) * dy.mag).sum(_MAP, keepdims=True)
     lost = gamma(m.n + 3, x.p) * uncentred + np.minimum(uncentred, 2 * m.n * x.p.tiny)

@@ -1,0 +1,220 @@
+"""Certifying the oracle: every VJP against the complex-step derivative of its forward (FORMULAS section 6).
+
+The forwards are analytic, so evaluating them at theta + i*h*delta with h = 1e-30 gives J.delta with no cancellation.
+Each cotangent must satisfy <dy, J.delta> = <VJP(dy), delta>, for random non-uniform dy and delta, on generated shapes.
+The two sides may differ by their own float64 rounding and no more: the bar of the inner product, once for each side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from diffgrad.bars import PRECISIONS, Bounded, bilinear, quiet, recorded
+from diffgrad.case import Case
+from diffgrad.chains import CHAINS, Chain, chain_of
+from diffgrad.ops import Add, BatchNorm, Conv2d, Copy, Depthwise, DropPath, Op, Relu
+from diffgrad.ops.conv import Padding
+from diffgrad.oracle import Walk
+from diffgrad.strategies import cases, sample
+from diffgrad.values import Bits
+
+_H = 1e-30
+_P = PRECISIONS["float64"]
+
+Floats = NDArray[np.float64]
+Shape = tuple[int, ...]
+
+
+class Certificate(msgspec.Struct, frozen=True):
+    """One subject (an op or a block): how many identities were checked, and the worst mismatch.
+
+    ``residual`` is |<dy, J.delta> - <VJP(dy), delta>| relative to the sum of absolute products, the largest of the
+    instance (a shift that a batch norm undoes has a gradient of exactly 0); ``holds`` says whether every mismatch lies
+    within its bar.
+    """
+
+    subject: str
+    checks: int
+    residual: float
+    worst_over_bar: float
+
+    @property
+    def holds(self) -> bool:
+        """False also for NaN."""
+        return self.worst_over_bar <= 1.0
+
+
+class _Draw:
+    """Random non-uniform tensors for one instance of an op."""
+
+    def __init__(self, key: int) -> None:
+        self._bits = Bits(key, "certify")
+
+    def __call__(self, *shape: int) -> Floats:
+        return self._bits.normal(shape)
+
+
+Instance = tuple[Op, tuple[Floats, ...], tuple[Floats, ...]]
+"""An op with its inputs and parameters."""
+
+
+def _conv(op: type[Conv2d]) -> Callable[[st.DataObject | Any, _Draw], Instance]:
+    def make(pick: Any, draw: _Draw) -> Instance:
+        n, c, h, w, k = pick(1, 3), pick(1, 4), pick(1, 7), pick(1, 7), pick(1, 7)
+        stride = pick(1, 3)
+        padding = get_args(Padding)[pick(0, 2)]
+        if padding == "symmetric" and k % 2 == 0:
+            k += 1
+        if padding == "valid":
+            h, w = h + k - 1, w + k - 1
+        kernel = draw(c, 1, k, k) if op is Depthwise else draw(pick(1, 4), c, k, k)
+        bias = (draw(kernel.shape[0]),) if pick(0, 1) else ()
+        return op(stride, padding), (draw(n, c, h, w),), (kernel, *bias)
+
+    return make
+
+
+def _map(pick: Any, draw: _Draw) -> Floats:
+    return draw(pick(1, 3), pick(1, 4), pick(1, 6), pick(1, 6))
+
+
+def _batchnorm(pick: Any, draw: _Draw) -> Instance:
+    x = _map(pick, draw) + 3.0 * pick(0, 2)
+    return BatchNorm(), (x,), (draw(x.shape[1]), draw(x.shape[1]))
+
+
+def _plain(op: Op, inputs: int) -> Callable[[Any, _Draw], Instance]:
+    def make(pick: Any, draw: _Draw) -> Instance:
+        x = _map(pick, draw)
+        return op, (x, *(draw(*x.shape) for _ in range(inputs - 1))), ()
+
+    return make
+
+
+def _droppath(pick: Any, draw: _Draw) -> Instance:
+    x = _map(pick, draw)
+    return DropPath(), (x,), (np.array([1.25 * pick(0, 1) for _ in range(x.shape[0])]),)
+
+
+OPS: dict[str, Callable[[Any, _Draw], Instance]] = {
+    "conv2d": _conv(Conv2d),
+    "depthwise": _conv(Depthwise),
+    "batchnorm": _batchnorm,
+    "relu": _plain(Relu(), 1),
+    "copy": _plain(Copy(), 1),
+    "add": _plain(Add(), 2),
+    "droppath": _droppath,
+}
+"""Op name -> how to draw an instance of it. A test holds this table against the ops that exist."""
+
+
+def certify_op(name: str, instances: int = 40) -> Certificate:
+    """Certify one op on generated instances."""
+    drawn: list[list[_Identity]] = []
+    for key in range(instances):
+        bits = Bits(key, name)
+        op, xs, ps = OPS[name](lambda low, high, b=bits: int(b.integers(low, high, (1,))[0]), _Draw(key))
+        drawn.append(_identities_of_op(op, xs, ps, key))
+    return _certificate(name, drawn)
+
+
+def _identities_of_op(op: Op, xs: tuple[Floats, ...], ps: tuple[Floats, ...], key: int) -> list[_Identity]:
+    delta_bits = Bits(key, "delta")
+    y = op.forward(xs, ps)
+    dy = Bits(key, "dy").normal(y.shape)
+    with quiet():
+        v = op.vjp(tuple(recorded(x, _P) for x in xs), tuple(recorded(p, _P) for p in ps), recorded(dy, _P))
+    cotangents = (*v.inputs, *v.params)
+    operands = [*xs, *ps][: len(cotangents)]
+    out: list[_Identity] = []
+    for i, cot in enumerate(cotangents):
+        delta = delta_bits.normal(operands[i].shape)
+        stepped = [a.astype(np.complex128) for a in (*xs, *ps)]
+        stepped[i] = stepped[i] + 1j * _H * delta
+        moved = op.forward(tuple(stepped[: len(xs)]), tuple(stepped[len(xs) :])).imag / _H
+        out.append(_identity(dy, moved, cot, delta))
+    return out
+
+
+def certify_block(kind: str, instances: int = 25) -> Certificate:
+    """Certify a block's whole chain: the input cotangent and every parameter node, on generated specs."""
+    drawn: list[list[_Identity]] = []
+    for case in sample(cases([kind], ["float64"]).filter(_conditioned), instances, key=1):
+        tensors = {name: v.astype(np.float64) for name, v in case.tensors().items()}
+        # Values of a benign family: the identity is about the wiring, and kinks have no derivative.
+        bits = Bits(case.values.seed, "certify")
+        constants = {t.name for t in case.block.constants()}
+        tensors = {k: v if k in constants else bits.normal(v.shape) for k, v in tensors.items()}
+        chain = chain_of(case.block)
+        expected = Walk(chain, tensors, _P).run()
+        cotangents = {chain.input: expected.cots[chain.input], **expected.grads}
+        identities = []
+        for name, cot in cotangents.items():
+            delta = bits.normal(tensors[name].shape)
+            moved = _forward(chain, tensors, {name: delta}).imag / _H
+            identities.append(_identity(tensors["dy"], moved, cot, delta))
+        drawn.append(identities)
+    return _certificate(kind, drawn)
+
+
+def _conditioned(case: Case) -> bool:
+    """Enough values per statistic for gradients that are not nearly 0 by cancellation."""
+    return case.block.n * case.block.h * case.block.w >= 8
+
+
+def _forward(chain: Chain, tensors: dict[str, Floats], step: dict[str, Floats]) -> NDArray[Any]:
+    given = {k: v + 1j * _H * step.get(k, 0.0) for k, v in tensors.items()}
+    sites = {chain.input: given[chain.input]}
+    for link in chain.links:
+        xs = tuple(sites[s] for s in link.reads)
+        sites[link.writes] = link.op.forward(xs, tuple(given[p] for p in (*link.feeds, *link.constants)))
+    return sites[chain.output]
+
+
+class _Identity(NamedTuple):
+    """One <dy, J.delta> = <VJP(dy), delta>: its mismatch, the bar of that, and the sum of absolute products."""
+
+    mismatch: float
+    bar: float
+    magnitude: float
+
+    @property
+    def over_bar(self) -> float:
+        if self.bar > 0:
+            return self.mismatch / self.bar
+        return 0.0 if self.mismatch == 0 else float("inf")
+
+
+def _identity(dy: Floats, moved: Floats, cot: Bounded, delta: Floats) -> _Identity:
+    def dot(a: Floats, b: Floats) -> Floats:
+        return np.atleast_1d(np.vdot(a, b))
+
+    right = bilinear(dot, cot, recorded(delta, _P), delta.size)
+    left = bilinear(dot, recorded(dy, _P), recorded(moved, _P), dy.size)
+    magnitude = dot(np.abs(dy), np.abs(moved)) + dot(np.abs(cot.val), np.abs(delta))
+    # The complex step rounds as the backward does: the backward's bar once more.
+    bar = 2.0 * right.err[0] + left.err[0]
+    return _Identity(abs(float(left.val[0] - right.val[0])), float(bar), float(magnitude[0]))
+
+
+def _certificate(subject: str, instances: Sequence[Sequence[_Identity]]) -> Certificate:
+    residual = over_bar = 0.0
+    for identities in instances:
+        # Python's max() may pass over NaN; NumPy's keeps it, and a NaN does not hold.
+        worst, largest = (np.max([getattr(i, f) for i in identities]) for f in ("mismatch", "magnitude"))
+        residual = float(np.maximum(residual, worst / largest if largest > 0 else worst))
+        over_bar = float(np.max([over_bar, *(i.over_bar for i in identities)]))
+    return Certificate(subject, sum(map(len, instances)), residual, over_bar)
+
+
+def certify(
+    ops: Sequence[str] = tuple(OPS), blocks: Sequence[str] = tuple(CHAINS)
+) -> tuple[list[Certificate], list[Certificate]]:
+    """Certify ops and blocks; returns the two lists of certificates."""
+    return [certify_op(name) for name in ops], [certify_block(kind) for kind in blocks]

@@ -1,0 +1,249 @@
+"""The command line. Every command takes ``--json FILE``; exit 0 is clean, 1 is a finding, 2 is bad usage."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import msgspec
+import typer
+
+from diffgrad import __version__, show
+from diffgrad.adapters.registry import ADAPTERS, FRAMEWORKS
+from diffgrad.campaign import Campaign, summary
+from diffgrad.certify import certify as certify_all
+from diffgrad.corpus import Corpus, CorpusError
+from diffgrad.mutants import MUTANTS, false_alarms, hunt, median_cases
+from diffgrad.replay import entries_at
+from diffgrad.replay import replay as replay_entries
+from diffgrad.specs import BLOCKS, CaseError
+from diffgrad.strategies.cases import DTYPES
+from diffgrad.worker import InProcess, Runner, WorkerError, Workers
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Test the backward passes of neural networks: every cotangent and gradient of a block, in PyTorch, JAX and "
+    "TensorFlow, against closed forms in float64 with derived error bars.",
+)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")]
+CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of saved counterexamples.")]
+Adapters = Annotated[list[str] | None, typer.Option("--adapter", help="Framework to run (repeatable).")]
+InProcessFlag = Annotated[bool, typer.Option("--in-process", help="Run frameworks in this process (debugging).")]
+
+
+class UsageError(RuntimeError):
+    """Options that make no sense; the message says which and what would do."""
+
+
+def _one_sentence(command: Callable[P, R]) -> Callable[P, R]:
+    """Expected troubles end in one sentence on stderr and exit code 2."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except (CaseError, CorpusError, WorkerError, UsageError) as e:
+            print(f"diffgrad: {e}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+    return run
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+@_one_sentence
+def doctor(json: JsonFile = None) -> None:
+    """Which frameworks can run here, in which version and mode, on which devices; and why not."""
+    report: dict[str, Any] = {"diffgrad": __version__, "adapters": {}}
+    for name in ADAPTERS:
+        try:
+            with Workers([name]) as workers:
+                about = workers.about()[name]
+            report["adapters"][name] = {"runs": True, **msgspec.to_builtins(about)}
+        except WorkerError as e:
+            report["adapters"][name] = {"runs": False, "why": str(e)}
+    show.doctor(report)
+    _write(json, report)
+
+
+@app.command()
+@_one_sentence
+def fuzz(
+    seconds: Annotated[float, typer.Option(min=1, help="How long to look.")] = 60,
+    seed: Annotated[int | None, typer.Option(help="Random seed; drawn, and shown, when not given.")] = None,
+    block: Annotated[list[str] | None, typer.Option(help="Block to draw (repeatable); all by default.")] = None,
+    adapter: Adapters = None,
+    mode: Annotated[list[str] | None, typer.Option(help="Only frameworks that run in this mode: eager, jit.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="float32, float64; both by default.")] = None,
+    corpus: CorpusFolder = Path("corpus"),
+    in_process: InProcessFlag = False,
+    json: JsonFile = None,
+) -> None:
+    """Look for wrong gradients. Exit 0: none new; 1: new findings, saved; 2: bad usage or no framework."""
+    blocks = _chosen("--block", block, tuple(BLOCKS))
+    dtypes = _chosen("--dtype", dtype, DTYPES)
+    names = _chosen("--adapter", adapter, tuple(ADAPTERS), FRAMEWORKS)
+    _probe(json)
+    store = Corpus(corpus)
+    store.prepare()
+    key = secrets.randbelow(2**31) if seed is None else seed
+    interrupted = False
+    with _runner(names, in_process, advice=adapter is None) as runner:
+        kept = _in_mode(runner, mode)
+        with show.fuzzing(seconds) as progress:
+            campaign = Campaign(runner, store, blocks, dtypes, kept, progress)
+            try:
+                campaign.run(key, seconds=seconds)
+            except KeyboardInterrupt:
+                interrupted = True
+        abouts = {n: a for n, a in runner.about().items() if n in kept}
+    result = {"seed": key, **summary(campaign.tally, store)}
+    show.fuzz(result, abouts, interrupted)
+    _write(json, result)
+    if interrupted:
+        raise typer.Exit(130)
+    if result["new_findings"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@_one_sentence
+def replay(
+    path: Annotated[Path, typer.Argument(help="A corpus folder, or one saved case.")] = Path("corpus"),
+    in_process: InProcessFlag = False,
+    json: JsonFile = None,
+) -> None:
+    """Run saved cases again. Exit 0: all as their entries say; 1: something changed."""
+    entries = entries_at(path)
+    _probe(json)
+    results = []
+    if entries:
+        with _runner(sorted({e.signature.adapter for e in entries}), in_process) as runner:
+            results = list(replay_entries(entries, runner))
+    changed = [r for r in results if not r.as_expected]
+    show.replay(results, path)
+    report = {
+        "cases": len(results),
+        "as_expected": len(results) - len(changed),
+        "changed": [msgspec.to_builtins(r) for r in changed],
+    }
+    _write(json, report)
+    if changed:
+        raise typer.Exit(1)
+
+
+@app.command()
+@_one_sentence
+def certify(json: JsonFile = None) -> None:
+    """Hold every formula against the complex-step derivative of its forward."""
+    _probe(json)
+    ops, blocks = certify_all()
+    both = [*ops, *blocks]
+    show.certify(both)
+    report = {
+        "ops": len(ops),
+        "blocks": len(blocks),
+        "checks": sum(c.checks for c in both),
+        "max_residual": max(c.residual for c in both),
+        "certificates": {c.subject: {"holds": c.holds, **msgspec.to_builtins(c)} for c in both},
+    }
+    _write(json, report)
+    if not all(c.holds for c in both):
+        raise typer.Exit(1)
+
+
+@app.command()
+@_one_sentence
+def mutants(
+    seed: Annotated[int, typer.Option(help="Random seed of the cases.")] = 0,
+    clean: Annotated[int, typer.Option(min=1, help="Cases for the unmutated adapter.")] = 400,
+    json: JsonFile = None,
+) -> None:
+    """Plant every known trap and see that generated cases catch it and blame the right link."""
+    _probe(json)
+    kills = [hunt(m, seed) for m in MUTANTS]
+    cases, alarms = false_alarms(tuple(BLOCKS), seed, clean)
+    show.mutants(kills, cases, alarms)
+    survivors = [k.mutant.name for k in kills if not k.killed]
+    misblamed = [k.mutant.name for k in kills if k.killed and not k.blamed]
+    report = {
+        "mutants": len(kills),
+        "killed": sum(k.killed for k in kills),
+        "survivors": survivors,
+        "misblamed": misblamed,
+        "median_cases_to_kill": median_cases(kills),
+        "clean_cases": cases,
+        "false_alarms": len(alarms),
+        "kills": {k.mutant.name: {"cases": k.cases, "fault": k.fault.sentence() if k.fault else ""} for k in kills},
+    }
+    _write(json, report)
+    if survivors or misblamed or alarms:
+        raise typer.Exit(1)
+
+
+def _chosen(
+    option: str, given: Sequence[str] | None, known: Sequence[str], default: Sequence[str] | None = None
+) -> tuple[str, ...]:
+    for value in given or ():
+        if value not in known:
+            raise UsageError(f"{option} {value}: unknown; it must be one of {', '.join(known)}")
+    return tuple(dict.fromkeys(given)) if given else tuple(default or known)
+
+
+def _runner(names: Sequence[str], in_process: bool, advice: bool = False) -> AbstractContextManager[Runner]:
+    if in_process:
+        return InProcess(names)
+    return Workers(names, advice="or name the frameworks to run with --adapter" if advice else "")
+
+
+def _in_mode(runner: Runner, modes: Sequence[str] | None) -> tuple[str, ...]:
+    abouts = runner.about()
+    known = sorted({a.mode for a in abouts.values()})
+    wanted = _chosen("--mode", modes, known)
+    return tuple(n for n, a in abouts.items() if a.mode in wanted)
+
+
+def _probe(path: Path | None) -> None:
+    """Find out before a long run, not after it, that its result cannot be written."""
+    if path is None:
+        return
+    try:
+        with path.open("a"):
+            pass
+    except OSError as e:
+        raise UsageError(f"--json {path}: cannot be written ({e.strerror})") from None
+
+
+def _write(path: Path | None, report: dict[str, Any]) -> None:
+    if path is None:
+        return
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    except OSError as e:
+        raise UsageError(f"--json {path}: could not be written ({e.strerror})") from None
+
+
+def main() -> None:
+    """Entry point of the ``diffgrad`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

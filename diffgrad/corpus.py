@@ -1,0 +1,179 @@
+"""The corpus: one JSON file per counterexample, named by the hash of its case, and an index anyone can read.
+
+Files are written to a temporary name and renamed, so that several processes may write at once and nobody ever sees half
+a file.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from diffgrad.case import SCHEMA, Case, case_from_object, check_schema, convert
+from diffgrad.specs import CaseError
+
+Status = Literal["open", "fixed", "convention"]
+
+
+class CorpusError(RuntimeError):
+    """The corpus cannot be read or written; the message says which file and why."""
+
+
+class Signature(msgspec.Struct, frozen=True):
+    """What makes two findings the same one.
+
+    ``link`` is the op that is answerable, ``condition`` says which of its results (activation, cotangent, gradient) or
+    which exception.
+    """
+
+    adapter: str
+    mode: str
+    dtype: str
+    link: str
+    verdict: str
+    condition: str
+
+    def __str__(self) -> str:
+        return "/".join((self.adapter, self.mode, self.dtype, self.link, self.verdict, self.condition))
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A saved counterexample.
+
+    Attributes:
+        status: ``open`` (a framework's fault, still there), ``fixed`` (expected to pass: a mended framework bug or a
+            mended false alarm of ours), ``convention`` (a documented difference of convention).
+        verdict: what the case gave when it was saved; for ``fixed`` entries, what it gave before.
+        sentence: the blamed link, element, got, expected, error and bar.
+        explanation: one line for people.
+        upstream: reference to the framework's own issue, where known.
+    """
+
+    case: Case
+    signature: Signature
+    status: Status
+    sentence: str
+    versions: dict[str, str]
+    explanation: str = ""
+    upstream: str = ""
+    schema: int = SCHEMA
+
+    @property
+    def id(self) -> str:
+        """The file's stem: hash of the case, and the adapter it was seen in."""
+        return f"{self.case.id}-{self.signature.adapter}"
+
+
+def entry_to_json(entry: Entry) -> bytes:
+    """Readable JSON, fields in a fixed order."""
+    raw = msgspec.to_builtins(entry)
+    raw["case"] = msgspec.json.decode(entry.case.to_json())
+    head = {"schema": raw.pop("schema"), "id": entry.id}
+    return msgspec.json.format(msgspec.json.encode({**head, **raw}), indent=2) + b"\n"
+
+
+def read_entry(path: Path) -> Entry:
+    """Read one corpus file, or a file that holds a bare case.
+
+    Raises:
+        CorpusError: one sentence naming the file and what is wrong with it.
+    """
+    try:
+        raw = msgspec.json.decode(path.read_bytes())
+        check_schema(raw)
+        if "case" not in raw:
+            raise CaseError("no field 'case'")
+        case = case_from_object(raw["case"])
+        stated = raw.pop("id", None)
+        entry = convert(raw, Entry)
+    except OSError as e:
+        raise CorpusError(f"{path}: cannot be read ({e.strerror})") from None
+    except (msgspec.DecodeError, CaseError) as e:
+        raise CorpusError(f"{path}: not a corpus entry ({e}); restore it, or delete the file") from None
+    entry = msgspec.structs.replace(entry, case=case)
+    if stated is not None and stated != entry.id:
+        raise CorpusError(
+            f"{path}: its case was edited (id says {stated}, the case hashes to {entry.id}); restore it, "
+            "or rename the file and correct the id"
+        )
+    return entry
+
+
+class Corpus:
+    """A folder of entries."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def prepare(self) -> None:
+        """Make sure that findings can be saved, before looking for any.
+
+        Raises:
+            CorpusError: the folder cannot be written to.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".probe-"):
+                pass
+        except OSError as e:
+            raise CorpusError(
+                f"{self.folder}: findings could not be saved there ({e.strerror}); make it writable, or name another "
+                "folder with --corpus"
+            ) from None
+
+    def paths(self) -> list[Path]:
+        """Every entry's file, in a fixed order."""
+        return sorted(self.folder.glob("*.json"))
+
+    def entries(self) -> Iterator[Entry]:
+        """Every entry. Raises CorpusError at the first file that is not one."""
+        for path in self.paths():
+            yield read_entry(path)
+
+    def save(self, entry: Entry) -> Path:
+        """Write an entry; an existing one of the same id is kept, since its status may have been judged by a person.
+
+        Raises:
+            CorpusError: the file cannot be written. Nothing half-written is left behind.
+        """
+        path = self.folder / f"{entry.id}.json"
+        if not path.exists():
+            self._write(path, entry_to_json(entry))
+        return path
+
+    def write_index(self) -> None:
+        """Rewrite INDEX.md from the entries."""
+        rows = [
+            f"| [{e.id}]({e.id}.json) | {e.status} | {e.signature.adapter} | {e.case.block.kind} | "
+            f"{e.signature.link} | {e.signature.verdict} | {e.explanation or e.sentence} |"
+            for e in self.entries()
+        ]
+        head = [
+            "# Saved counterexamples",
+            "",
+            "`diffgrad replay` runs them all. Written by diffgrad; edit the entries, not this page.",
+            "",
+            "| id | status | framework | block | link | verdict | in words |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        self._write(self.folder / "INDEX.md", ("\n".join(head + rows) + "\n").encode())
+
+    def _write(self, path: Path, data: bytes) -> None:
+        temporary = ""
+        try:
+            fd, temporary = tempfile.mkstemp(dir=self.folder, prefix=".new-")
+            with os.fdopen(fd, "wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except OSError as e:
+            if temporary:
+                Path(temporary).unlink(missing_ok=True)
+            raise CorpusError(f"{path}: could not be written ({e.strerror}); nothing was changed") from None

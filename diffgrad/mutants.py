@@ -1,0 +1,246 @@
+"""Planted faults: the silent traps of FORMULAS section 5, each a NumPy adapter that has one, and the link to blame.
+
+The tester is worth what it catches: every mutant must be killed by generated cases and blamed on its own link, while
+the unmutated adapter raises no alarm on the same cases.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from diffgrad.adapters.base import Tap
+from diffgrad.adapters.numpy import Floats, NumpyAdapter, Var
+from diffgrad.case import Case
+from diffgrad.chains import chain_of
+from diffgrad.check import Quantity, check_run
+from diffgrad.specs import UibSpec
+from diffgrad.strategies import cases, sample
+
+
+class _NodesAtConv(NumpyAdapter):
+    def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats) -> tuple[Floats, Floats]:
+        return super().bn_nodes(dx, dx, normed)
+
+
+class _ConvAtNorm(NumpyAdapter):
+    """The batch norm hands its own output's cotangent on, as if the conv's were the same."""
+
+    def bn_back(self, d: Floats, normed: Floats, inv_std: Floats) -> Floats:
+        return d
+
+
+class _PostAlways(NumpyAdapter):
+    def post(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+        if b.post_k:
+            return super().post(b, t, tap, v)
+        kernel = np.full((b.mid, 1, 3, 3), 1 / 9, v.value.dtype)
+        return self.relu(self.depthwise(v, Var(kernel)))
+
+
+class _PostNever(NumpyAdapter):
+    def post(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+        return v
+
+
+class _Swapped(NumpyAdapter):
+    def uib(self, b: UibSpec, t: dict[str, Var], tap: Tap) -> Var:
+        if b.pre_k and b.pre_k == b.post_k and b.expand == 1:
+            t = t | {"qW": t["dW"], "dW": t["qW"]}
+        return super().uib(b, t, tap)
+
+
+class _Relu6(NumpyAdapter):
+    def relu(self, x: Var) -> Var:
+        mask = (x.value > 0) & (x.value < 6)
+        return Var(np.clip(x.value, 0, 6), (x,), lambda dy: (dy * mask,))
+
+
+class _Swish(NumpyAdapter):
+    def relu(self, x: Var) -> Var:
+        sigma = 1 / (1 + np.exp(-x.value))
+        return Var(x.value * sigma, (x,), lambda dy: (dy * sigma * (1 + x.value * (1 - sigma)),))
+
+
+class _LeakyMask(NumpyAdapter):
+    """Backward without the mask."""
+
+    def relu(self, x: Var) -> Var:
+        return Var(super().relu(x).value, (x,), lambda dy: (dy,))
+
+
+class _MaskedPre(NumpyAdapter):
+    def pre_act(self, v: Var) -> Var:
+        return self.relu(v)
+
+
+class _MaskedProject(NumpyAdapter):
+    def join(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+        return super().join(b, t, tap, self.relu(v))
+
+
+class _MaskedOutput(NumpyAdapter):
+    def join(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+        return self.relu(super().join(b, t, tap, v))
+
+
+class _NoFanIn(NumpyAdapter):
+    def add(self, a: Var, b: Var) -> Var:
+        return Var(a.value + b.value, (a,), lambda dy: (dy,))
+
+
+class _DoubleFanIn(NumpyAdapter):
+    def add(self, a: Var, b: Var) -> Var:
+        return Var(a.value + b.value, (a, b), lambda dy: (dy, 2 * dy))
+
+
+class _NoSkip(NumpyAdapter):
+    def add(self, a: Var, b: Var) -> Var:
+        return a
+
+
+class _FrozenStatistics(NumpyAdapter):
+    def bn_back(self, d: Floats, normed: Floats, inv_std: Floats) -> Floats:
+        return d * inv_std
+
+
+class _Unbiased(NumpyAdapter):
+    def variance(self, centred: Floats) -> Floats:
+        n = centred.size // centred.shape[1]
+        return np.asarray(super().variance(centred) * centred.dtype.type(n / max(n - 1, 1)))
+
+
+class _EpsOutside(NumpyAdapter):
+    def inverse_root(self, variance: Floats) -> Floats:
+        return np.asarray(1 / (np.sqrt(variance) + variance.dtype.type(1e-5)))
+
+
+class _DropOnSkip(NumpyAdapter):
+    def join(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+        if not b.drop:
+            return super().join(b, t, tap, v)
+        return self.add(tap("pd", self.copy(v)), self.scale(t["x"], t["drop"].value))
+
+
+class _NoReciprocal(NumpyAdapter):
+    def scale(self, x: Var, a: Floats) -> Var:
+        return super().scale(x, (a != 0).astype(a.dtype))
+
+
+class _MeanOverBatch(NumpyAdapter):
+    def weight_sum(self, dw: Floats, batch: int) -> Floats:
+        return np.asarray(dw / dw.dtype.type(batch))
+
+
+class _PartPerThousand(NumpyAdapter):
+    def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats) -> tuple[Floats, Floats]:
+        gain, shift = super().bn_nodes(dy, dx, normed)
+        return gain * gain.dtype.type(1.001), shift
+
+
+class Mutant(NamedTuple):
+    """A planted fault: its trap in words, the adapter that has it, and what may be blamed for it.
+
+    ``blame`` lists acceptable ``op@site what`` prefixes of the first fault.
+    """
+
+    name: str
+    trap: str
+    adapter: type[NumpyAdapter]
+    blame: tuple[str, ...]
+    blocks: tuple[str, ...] = ("uib",)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant("bn_nodes_at_conv", "BN gamma/beta read the conv's cotangent", _NodesAtConv, ("batchnorm gradient",)),
+    Mutant("conv_at_bn", "the conv reads the BN's cotangent", _ConvAtNorm, ("batchnorm cotangent",)),
+    Mutant("post_although_0", "post-DW run although k = 0", _PostAlways, ("conv2d@pc activation",)),
+    Mutant("post_left_out", "post-DW left out although k > 0", _PostNever, ("depthwise@dc activation",)),
+    Mutant("pre_post_swapped", "pre-DW and post-DW swapped", _Swapped, ("depthwise@qc activation",)),
+    Mutant("relu6", "relu6 for relu", _Relu6, ("relu activation",)),
+    Mutant("swish", "swish for relu", _Swish, ("relu activation",)),
+    Mutant("mask_forgotten", "relu's mask missing in the backward", _LeakyMask, ("relu cotangent",)),
+    Mutant("pre_masked", "a mask on the pre-DW", _MaskedPre, ("conv2d@ec activation",)),
+    Mutant("project_masked", "a mask on the linear bottleneck", _MaskedProject, ("add@out", "droppath@pd")),
+    Mutant("output_masked", "a mask after the residual add", _MaskedOutput, ("add@out activation",)),
+    Mutant("fan_in_missing", "the skip's fan-in missing", _NoFanIn, ("copy@xb+add@out cotangent",)),
+    Mutant("fan_in_doubled", "the skip's fan-in doubled", _DoubleFanIn, ("copy@xb+add@out cotangent",)),
+    Mutant("skip_missing", "no skip at all", _NoSkip, ("add@out activation",)),
+    Mutant("frozen_statistics", "BN statistics treated as constants", _FrozenStatistics, ("batchnorm cotangent",)),
+    Mutant("unbiased_variance", "unbiased variance", _Unbiased, ("batchnorm activation",)),
+    Mutant("eps_outside", "epsilon outside the root", _EpsOutside, ("batchnorm activation",)),
+    Mutant("drop_on_skip", "the drop site on the skip", _DropOnSkip, ("droppath@pd activation",)),
+    Mutant("keep_forgotten", "the reciprocal keep missing", _NoReciprocal, ("droppath@pd activation",)),
+    Mutant(
+        "batch_mean", "gradient of the mean over the batch", _MeanOverBatch, ("conv2d gradient", "depthwise gradient")
+    ),
+    Mutant("part_per_thousand", "gamma's gradient off by 0.1%", _PartPerThousand, ("batchnorm gradient",)),
+)
+
+
+class Kill(NamedTuple):
+    """What became of a mutant: cases until the first fault (0 if it survived), and that fault."""
+
+    mutant: Mutant
+    cases: int
+    fault: Quantity | None
+
+    @property
+    def killed(self) -> bool:
+        return self.fault is not None
+
+    @property
+    def blamed(self) -> bool:
+        """Whether the first fault names the link that has the fault."""
+        return self.fault is not None and any(_fits(self.fault, b) for b in self.mutant.blame)
+
+
+def _fits(fault: Quantity, blame: str) -> bool:
+    """``op what``, ``op@site`` or ``op@site what`` against a fault."""
+    link, _, what = blame.partition(" ")
+    if what and what != fault.what:
+        return False
+    return fault.link == link if "@" in link else fault.link.split("@")[0] == link
+
+
+def hunt(mutant: Mutant, key: int = 0, most: int = 400) -> Kill:
+    """Run generated cases until the mutant shows."""
+    adapter = mutant.adapter()
+    for count, case in enumerate(_cases(mutant.blocks, key, most), 1):
+        fault = first_fault(adapter, case)
+        if fault is not None:
+            return Kill(mutant, count, fault)
+    return Kill(mutant, 0, None)
+
+
+def first_fault(adapter: NumpyAdapter, case: Case) -> Quantity | None:
+    """The first faulty quantity of an adapter's run."""
+    tensors = case.tensors()
+    trace, _ = adapter.trace(case, tensors)
+    return check_run(chain_of(case.block), tensors, trace, case.dtype).first_fault
+
+
+def false_alarms(blocks: tuple[str, ...], key: int = 0, count: int = 400) -> tuple[int, list[str]]:
+    """Run the unmutated adapter on generated cases: how many, and every alarm (there must be none)."""
+    adapter = NumpyAdapter()
+    alarms = []
+    drawn = _cases(blocks, key, count)
+    for case in drawn:
+        fault = first_fault(adapter, case)
+        if fault is not None:
+            alarms.append(f"{case.to_json().decode()}: {fault.sentence()}")
+    return len(drawn), alarms
+
+
+@lru_cache(maxsize=32)
+def _cases(blocks: tuple[str, ...], key: int, count: int) -> list[Case]:
+    return sample(cases(blocks), count, key)
+
+
+def median_cases(kills: Sequence[Kill]) -> float:
+    """Median number of cases until a kill, over the mutants that were killed."""
+    return float(statistics.median([k.cases for k in kills if k.killed] or [0]))

@@ -1,0 +1,55 @@
+"""Replay: every saved case run again, and whether it still gives what its entry says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from diffgrad.corpus import Corpus, CorpusError, Entry, read_entry
+from diffgrad.judge import Judgement, judge
+from diffgrad.worker import Runner
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """One entry's replay. ``got`` is the signature of the fault now, or the verdict where there is none."""
+
+    id: str
+    status: str
+    expected: str
+    got: str
+    sentence: str
+    as_expected: bool
+
+
+def entries_at(path: Path) -> list[Entry]:
+    """The entries of a corpus folder, or the one of a file.
+
+    Raises:
+        CorpusError: there is no such path, or a file in it is not an entry.
+    """
+    if path.is_dir():
+        return list(Corpus(path).entries())
+    if not path.exists():
+        raise CorpusError(f"{path}: no such file or folder")
+    return [read_entry(path)]
+
+
+def replay(entries: Sequence[Entry], runner: Runner) -> Iterator[Replayed]:
+    """Run each entry's case in its framework as an ordinary user would, with the default compile options."""
+    modes = {name: about.mode for name, about in runner.about().items()}
+    for entry in entries:
+        adapter = entry.signature.adapter
+        for answer in runner.run([entry.case], [adapter], quick=False):
+            yield compare(entry, judge(answer, modes[adapter]))
+
+
+def compare(entry: Entry, now: Judgement) -> Replayed:
+    """An ``open`` or ``convention`` entry must give its own signature again, a ``fixed`` one must give no fault."""
+    got = str(now.signature) if now.signature else now.verdict
+    if entry.status == "fixed":
+        expected, same = "no fault", now.signature is None and now.report is not None
+    else:
+        expected, same = str(entry.signature), now.signature == entry.signature
+    return Replayed(entry.id, entry.status, expected, got, now.sentence, same)

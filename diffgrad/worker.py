@@ -1,0 +1,311 @@
+"""Frameworks in processes of their own: a crash or a hang is a finding about a framework, not the end of a campaign.
+
+execnet carries the messages; it ships with pytest-xdist and speaks to other interpreters and environments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import execnet
+import msgspec
+
+from diffgrad.adapters.base import Adapter
+from diffgrad.adapters.registry import ADAPTERS, load
+from diffgrad.case import Case
+from diffgrad.trace import Outcome, unpack
+
+START_TIMEOUT = 180.0
+CASE_TIMEOUT = 120.0
+
+# Cases queued ahead in each worker, so that a fast one never waits; and the most that a slow one may fall behind.
+_AHEAD = 8
+_BEHIND = 64
+
+ENVIRONMENT: dict[str, str] = {
+    # One thread a worker: several workers share the machine, and small cases gain nothing from more.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "JAX_PLATFORMS": "cpu",
+    # Freed memory is overwritten, so that a read of uninitialised memory shows.
+    "MALLOC_PERTURB_": "165",
+}
+
+
+class WorkerError(RuntimeError):
+    """A worker could not be had; the message says which, why, and what to type."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One adapter's outcome for one case."""
+
+    adapter: str
+    case: Case
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class About:
+    """What a framework said of itself when it started."""
+
+    versions: dict[str, str]
+    devices: tuple[str, ...]
+    mode: str
+
+
+class Runner(Protocol):
+    """Runs cases in frameworks: in worker processes, or in this process for debugging."""
+
+    def about(self) -> dict[str, About]:
+        """What each adapter is, by name."""
+
+    def run(self, cases: Iterable[Case], adapters: Sequence[str] | None = None, quick: bool = True) -> Iterator[Answer]:
+        """Run every case in every adapter (or in those named); answers come as they are ready, in any order.
+
+        ``cases`` is drawn from as the workers need more, so that none waits for another.
+        """
+
+    def close(self) -> None:
+        """Stop everything."""
+
+
+def _remote(channel, root, name, log):  # type: ignore[no-untyped-def]
+    """Sent as source text to the worker's interpreter; everything else is imported there."""
+    import sys
+
+    sys.path.insert(0, root)
+    from diffgrad.serve import serve
+
+    serve(channel, name, log)
+
+
+@dataclass
+class _Job:
+    case: Case
+    quick: bool
+
+
+@dataclass
+class Worker:
+    """One framework's process: started on demand, restarted after a crash or a hang."""
+
+    name: str
+    answers: queue.Queue[tuple[Worker, int, bytes | None]]
+    logs: Path
+    python: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+    about: About | None = None
+    jobs: deque[_Job] = field(default_factory=deque)
+    deadline: float = 0.0
+    generation: int = 0
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def begin(self) -> None:
+        """Start the process; ``ready`` waits for it."""
+        self.generation += 1
+        self.about = None
+        self.log = self.logs / f"{self.name}-{os.getpid()}-{self.generation}.log"
+        env = "".join(f"//env:{k}={v}" for k, v in {**ENVIRONMENT, **self.environment}.items())
+        self._group = execnet.Group()
+        gateway = self._group.makegateway(f"popen//python={self.python}{env}")
+        self._channel = gateway.remote_exec(
+            _remote, root=str(Path(__file__).resolve().parent.parent), name=self.name, log=str(self.log)
+        )
+
+    def ready(self) -> None:
+        """Wait until the framework is imported.
+
+        Raises:
+            WorkerError: the framework is missing, or does not start.
+        """
+        if self.about is not None:
+            return
+        try:
+            hello = msgspec.json.decode(self._channel.receive(START_TIMEOUT))
+        except (EOFError, execnet.RemoteError, execnet.TimeoutError) as e:
+            self.kill()
+            raise WorkerError(f"{self.name}: its process did not start ({e}); {self.last_words()}") from None
+        if "missing" in hello:
+            self.kill()
+            raise WorkerError(f"{self.name} cannot be imported ({hello['missing']}): {ADAPTERS[self.name].install}")
+        self.pid = int(hello["pid"])
+        self.about = About(hello["versions"], tuple(hello["devices"]), hello["mode"])
+        generation = self.generation
+        self._channel.setcallback(lambda data: self.answers.put((self, generation, data)), endmarker=None)
+
+    def send(self, jobs: Sequence[_Job]) -> None:
+        """Queue jobs in the worker; the first one's time starts now if it was idle."""
+        if not self.jobs:
+            self.deadline = time.monotonic() + CASE_TIMEOUT
+        self.jobs.extend(jobs)
+        for job in jobs:
+            self._post(job)
+
+    def _post(self, job: _Job) -> None:
+        self._channel.send(msgspec.json.encode({"case": msgspec.Raw(job.case.to_json()), "quick": job.quick}))
+
+    def done(self) -> _Job:
+        """The oldest job has its answer; the next one's time starts."""
+        self.deadline = time.monotonic() + CASE_TIMEOUT
+        return self.jobs.popleft()
+
+    def restart(self) -> None:
+        """After a crash or a hang: a new process, with what was still to do."""
+        rest = list(self.jobs)
+        self.jobs.clear()
+        self.kill()
+        self.begin()
+        self.ready()
+        self.send(rest)
+
+    def kill(self) -> None:
+        """End the process, whatever it is doing."""
+        pid = getattr(self, "pid", 0)
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self.pid = 0
+        self._group.terminate(timeout=1.0)
+
+    def last_words(self) -> str:
+        """The end of what the process printed."""
+        try:
+            lines = self.log.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return "it printed nothing"
+        fatal = [line for line in lines if line.startswith("Fatal Python error")]
+        words = fatal[-1:] or lines[-2:]
+        return "it last printed: " + " / ".join(words) if words else "it printed nothing"
+
+
+class Workers:
+    """Worker processes for several frameworks, side by side. Use as a context manager.
+
+    Args:
+        names: adapters to run.
+        python: the interpreter to run them under.
+        advice: what else a user may do when a framework is missing, added to the error.
+
+    Raises:
+        WorkerError: on entering, when a framework is missing or does not start.
+    """
+
+    def __init__(self, names: Sequence[str], python: str = sys.executable, advice: str = "") -> None:
+        self._advice = advice
+        self._queue: queue.Queue[tuple[Worker, int, bytes | None]] = queue.Queue()
+        self._tmp = tempfile.TemporaryDirectory(prefix="diffgrad-")
+        self._workers = {n: Worker(n, self._queue, Path(self._tmp.name), python) for n in names}
+
+    def __enter__(self) -> Workers:
+        try:
+            for w in self._workers.values():
+                w.begin()
+            for w in self._workers.values():
+                w.ready()
+        except WorkerError as e:
+            self.close()
+            raise WorkerError(f"{e}; {self._advice}" if self._advice else str(e)) from None
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def about(self) -> dict[str, About]:
+        return {n: w.about for n, w in self._workers.items() if w.about is not None}
+
+    def run(self, cases: Iterable[Case], adapters: Sequence[str] | None = None, quick: bool = True) -> Iterator[Answer]:
+        busy = [self._workers[n] for n in adapters or self._workers]
+        source = iter(cases)
+        more = True
+        while True:
+            while more and min(len(w.jobs) for w in busy) < _AHEAD and max(len(w.jobs) for w in busy) < _BEHIND:
+                case = next(source, None)
+                if case is None:
+                    more = False
+                    break
+                for w in busy:
+                    w.send([_Job(case, quick)])
+            if not any(w.jobs for w in busy):
+                return
+            yield from self._next(busy)
+
+    def _next(self, busy: Sequence[Worker]) -> Iterator[Answer]:
+        waiting = [w for w in busy if w.jobs]
+        patience = min(w.deadline for w in waiting) - time.monotonic()
+        try:
+            worker, generation, data = self._queue.get(timeout=max(patience, 0.0))
+        except queue.Empty:
+            for w in waiting:
+                if time.monotonic() >= w.deadline:
+                    yield self._lost(w, "hang", f"no answer within {CASE_TIMEOUT:.0f} s")
+            return
+        if generation != worker.generation:
+            return  # the end marker of a process that is gone already
+        if data is None:
+            yield self._lost(worker, "crash", f"the worker process died; {worker.last_words()}")
+        else:
+            yield Answer(worker.name, worker.done().case, unpack(data))
+
+    def _lost(self, worker: Worker, status: str, reason: str) -> Answer:
+        job = worker.jobs.popleft()
+        worker.restart()
+        return Answer(worker.name, job.case, Outcome(status, reason=reason))
+
+    def close(self) -> None:
+        for w in self._workers.values():
+            if w.generation:
+                w.kill()
+        self._tmp.cleanup()
+
+
+class InProcess:
+    """The same interface in this process, for debugging: no time-out, and a crash is yours."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._loaded: dict[tuple[str, bool], Adapter] = {}
+        for n in names:
+            try:
+                self._loaded[n, False] = load(n)
+            except ImportError as e:
+                raise WorkerError(f"{n} cannot be imported ({e}): {ADAPTERS[n].install}") from None
+        self._names = tuple(names)
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def about(self) -> dict[str, About]:
+        return {n: About(a.versions(), a.devices(), a.mode) for (n, quick), a in self._loaded.items() if not quick}
+
+    def run(self, cases: Iterable[Case], adapters: Sequence[str] | None = None, quick: bool = True) -> Iterator[Answer]:
+        for case in cases:
+            for n in adapters or self._names:
+                if (n, quick) not in self._loaded:
+                    self._loaded[n, quick] = load(n, quick)
+                started = time.process_time()
+                outcome = self._loaded[n, quick].run(case)
+                spent: Any = time.process_time() - started
+                yield Answer(n, case, msgspec.structs.replace(outcome, total_cpu_s=spent))
+
+    def close(self) -> None:
+        self._loaded.clear()
