@@ -29,18 +29,18 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ``overrides`` replaces single elements after the draw: tensor name -> flat index -> value.
     """
 
+    schema: int = msgspec.field(default_factory=lambda: SCHEMA)  # by a factory, so that it is always written
     block: AnySpec
     dtype: Dtype = "float32"
     values: Values = Values()
     overrides: dict[str, dict[str, float]] = {}
-    schema: int = SCHEMA
 
     def __hash__(self) -> int:
         return hash(self.to_json())
 
     def to_json(self) -> bytes:
         """Canonical JSON: fields in a fixed order, defaults left out, the schema version always there."""
-        return msgspec.json.encode({"schema": self.schema, **msgspec.to_builtins(self)}, order="deterministic")
+        return msgspec.json.encode(self, order="deterministic")
 
     @property
     def id(self) -> str:

@@ -122,7 +122,7 @@ class Worker:
         self.log = self.logs / f"{self.name}-{os.getpid()}-{self.generation}.log"
         env = "".join(f"//env:{k}={v}" for k, v in {**ENVIRONMENT, **self.environment}.items())
         self._group = execnet.Group()
-        gateway = self._group.makegateway(f"popen//python={self.python}{env}")
+        gateway = self._group.makegateway(f"popen//python={self.python}//execmodel=main_thread_only{env}")
         self._channel = gateway.remote_exec(
             _remote, root=str(Path(__file__).resolve().parent.parent), name=self.name, log=str(self.log)
         )
@@ -139,7 +139,8 @@ class Worker:
             hello = msgspec.json.decode(self._channel.receive(START_TIMEOUT))
         except (EOFError, execnet.RemoteError, execnet.TimeoutError) as e:
             self.kill()
-            raise WorkerError(f"{self.name}: its process did not start ({e}); {self.last_words()}") from None
+            reason = str(e).strip().splitlines()[-1] if str(e).strip() else "it ended at once"
+            raise WorkerError(f"{self.name}: its process did not start ({reason}); {self.last_words()}") from None
         if "missing" in hello:
             self.kill()
             raise WorkerError(f"{self.name} cannot be imported ({hello['missing']}): {ADAPTERS[self.name].install}")
