@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from diffgrad.case import Case
@@ -50,6 +51,14 @@ class Adapter(ABC):
         """The method that holds this block's forward."""
         return getattr(self, spec.kind)  # type: ignore[no-any-return]
 
+    def run_blocks(self, blocks: Iterable[tuple[str, Spec]], names: Iterable[str], t: Any, tap: Tap) -> Any:
+        """A net's blocks one after another, each with its own tensors (by prefix) and its output tapped by name."""
+        v = t["x"]
+        for (prefix, spec), name in zip(blocks, names, strict=True):
+            own = {k.removeprefix(prefix): p for k, p in t.items() if k.startswith(prefix)} | {"x": v}
+            v = tap(name, self.block(spec)(spec, own, partial(_prefixed, tap, prefix)))
+        return v
+
     def refusal(self, case: Case) -> str:
         """Why the framework cannot run this case, or an empty string."""
         return next((u.reason for u in self.unsupported if u.applies(case)), "")
@@ -65,6 +74,10 @@ class Adapter(ABC):
         except Exception as e:  # whatever a framework raises where a result is due is a finding, and kept whole
             return Outcome("error", reason=f"{type(e).__name__}: {e}")
         return Outcome("ok", trace, cpu_s=cpu_s)
+
+
+def _prefixed(tap: Tap, prefix: str, site: str, v: Any) -> Any:
+    return tap(prefix + site, v)
 
 
 class Stopwatch:

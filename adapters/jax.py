@@ -15,7 +15,7 @@ from jax import lax
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap
 from diffgrad.adapters.layout import from_nhwc, to_nhwc
 from diffgrad.case import Case
-from diffgrad.specs import EPS, Spec, UibSpec
+from diffgrad.specs import EPS, FusedSpec, HeadSpec, MobileNetV4Spec, Spec, StemSpec, UibSpec, UibStridedSpec
 from diffgrad.trace import Arrays, Trace
 
 Tensors = dict[str, jax.Array]
@@ -57,7 +57,7 @@ class JaxAdapter(Adapter):
         return (
             Trace(
                 acts=from_nhwc(spec, acts | {"out": out}),
-                cots=from_nhwc(spec, cots | {x: grads[x]}),
+                cots=from_nhwc(spec, cots | {k: v for k, v in grads.items() if k == x}),
                 grads=from_nhwc(spec, {k: v for k, v in grads.items() if k != x}),
             ),
             clock.seconds,
@@ -65,7 +65,7 @@ class JaxAdapter(Adapter):
 
     def _compile(self, spec: Spec, dtype: str) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
         """The compiled forward-and-backward program, and the shape of every tapped site."""
-        wanted = [p.name for p in (spec.input(), *spec.parameters())]
+        wanted = spec.differentiated()
         forward = self.block(spec)
 
         def observed(leaves: Tensors, taps: Tensors, rest: Tensors) -> tuple[jax.Array, Tensors]:
@@ -94,27 +94,77 @@ class JaxAdapter(Adapter):
     def uib(self, b: UibSpec, t: Tensors, tap: Tap) -> jax.Array:
         """Universal inverted bottleneck, stride 1."""
         v = tap("xb", t["x"])
-        if b.pre_k:
-            v = tap("qc", _conv(v, t["qW"], groups=b.c))
-            v = tap("qn", _bn(v, t["qg"], t["qbt"]))
-        v = tap("ec", _conv(v, t["eW"]))
-        v = tap("en", _bn(v, t["eg"], t["ebt"]))
-        v = tap("er", jax.nn.relu(v))
-        if b.post_k:
-            v = tap("dc", _conv(v, t["dW"], groups=b.mid))
-            v = tap("dn", _bn(v, t["dg"], t["dbt"]))
-            v = tap("dr", jax.nn.relu(v))
-        v = tap("pc", _conv(v, t["pW"]))
-        v = tap("pn", _bn(v, t["pg"], t["pbt"]))
+        v = tap("pn", self._uib_body(b, v, t, tap, 1, 1))
         if b.drop:
             v = tap("pd", v * t["drop"][:, None, None, None])
         return jnp.add(v, t["x"])
 
+    def uib_s2(self, b: UibStridedSpec, t: Tensors, tap: Tap) -> jax.Array:
+        """Universal inverted bottleneck, stride 2, no skip."""
+        pre, post = (1, 2) if b.carrier == "post" else (2, 1)
+        return self._uib_body(b, t["x"], t, tap, pre, post)
 
-def _conv(x: jax.Array, w: jax.Array, groups: int = 1) -> jax.Array:
-    pads = [(k // 2, k // 2) for k in w.shape[:2]]
+    def _uib_body(
+        self, b: UibSpec | UibStridedSpec, v: jax.Array, t: Tensors, tap: Tap, pre_stride: int, post_stride: int
+    ) -> jax.Array:
+        if b.pre_k:
+            v = tap("qc", _conv(v, t["qW"], pre_stride, groups=v.shape[3]))
+            v = tap("qn", _bn(v, t["qg"], t["qbt"]))
+            if b.pre_act == "relu":
+                v = tap("qr", jax.nn.relu(v))
+        v = tap("ec", _conv(v, t["eW"]))
+        v = tap("en", _bn(v, t["eg"], t["ebt"]))
+        v = tap("er", jax.nn.relu(v))
+        if b.post_k:
+            v = tap("dc", _conv(v, t["dW"], post_stride, groups=b.mid))
+            v = tap("dn", _bn(v, t["dg"], t["dbt"]))
+            v = tap("dr", jax.nn.relu(v))
+        v = tap("pc", _conv(v, t["pW"]))
+        return _bn(v, t["pg"], t["pbt"])
+
+    def stem(self, b: StemSpec, t: Tensors, tap: Tap) -> jax.Array:
+        """conv 3x3 stride 2, BN, relu."""
+        v = tap("sc", _conv(t["x"], t["sW"], 2, "SAME" if b.padding == "xla_same" else None))
+        return jax.nn.relu(tap("sn", _bn(v, t["sg"], t["sbt"])))
+
+    def fused(self, b: FusedSpec, t: Tensors, tap: Tap) -> jax.Array:
+        """The fused stage."""
+        v = tap("f0cc", _conv(t["x"], t["f0cW"], 2))
+        v = tap("f0cn", _bn(v, t["f0cg"], t["f0cbt"]))
+        v = tap("f0cr", jax.nn.silu(v) if b.act == "swish" else jax.nn.relu(v))
+        v = tap("f0pc", _conv(v, t["f0pW"]))
+        return _bn(v, t["f0pg"], t["f0pbt"])
+
+    def head(self, b: HeadSpec, t: Tensors, tap: Tap) -> jax.Array:
+        """The head."""
+        v = tap("h1c", _conv(t["x"], t["h1W"]))
+        v = tap("h1n", _bn(v, t["h1g"], t["h1bt"]))
+        v = tap("h1r", jax.nn.relu(v))
+        if b.pool_first:
+            v = tap("pool", jnp.mean(v, (1, 2), keepdims=True))
+        if b.oc:
+            v = tap("hc", _conv(v, t["hW"]))
+            v = tap("hn", _bn(v, t["hg"], t["hbt"]))
+            v = tap("hr", jax.nn.relu(v))
+        if not b.pool_first:
+            v = tap("pool", jnp.mean(v, (1, 2), keepdims=True))
+        return jnp.dot(tap("flat", v.reshape(v.shape[0], -1)), t["Wd"]) + t["bd"]
+
+    def mobilenetv4(self, b: MobileNetV4Spec, t: Tensors, tap: Tap) -> jax.Array:
+        """The whole net and its loss."""
+        logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
+        return -jnp.sum(t["target"] * jax.nn.log_softmax(logits)) / b.n
+
+
+def _conv(x: jax.Array, w: jax.Array, stride: int = 1, padding: str | None = None, groups: int = 1) -> jax.Array:
+    """NHWC, HWIO; symmetric padding unless another is named."""
     return lax.conv_general_dilated(
-        x, w, (1, 1), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+        x,
+        w,
+        (stride, stride),
+        padding or [(k // 2, k // 2) for k in w.shape[:2]],
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
     )
 
 

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap
 from diffgrad.case import Case
-from diffgrad.specs import EPS, UibSpec
+from diffgrad.specs import EPS, FusedSpec, HeadSpec, MobileNetV4Spec, StemSpec, UibSpec, UibStridedSpec
 from diffgrad.trace import Arrays, Trace
 
 Floats = NDArray[Any]
+AnyUib = UibSpec | UibStridedSpec
 
 
 @dataclass(eq=False)
@@ -75,7 +76,8 @@ class NumpyAdapter(Adapter):
             out = self.block(spec)(spec, t, tap)
             backward(out, tensors["dy"])
         x = spec.input().name
-        nodes = {s: v.cot for s, v in (sites | {x: t[x]}).items()}
+        inputs = {x: t[x]} if x in spec.differentiated() else {}
+        nodes = {s: v.cot for s, v in (sites | inputs).items()}
         grads = {p.name: t[p.name].cot for p in spec.parameters()}
         return (
             Trace(
@@ -88,32 +90,46 @@ class NumpyAdapter(Adapter):
 
     def uib(self, b: UibSpec, t: dict[str, Var], tap: Tap) -> Var:
         """Universal inverted bottleneck, stride 1."""
-        v = tap("xb", self.copy(t["x"]))
+        v = self.body(b, t, tap, tap("xb", self.copy(t["x"])))
+        return self.join(b, t, tap, tap("pn", v))
+
+    def uib_s2(self, b: UibStridedSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """Universal inverted bottleneck, stride 2, no skip."""
+        return self.body(b, t, tap, t["x"])
+
+    def body(self, b: AnyUib, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+        """Everything but the skip."""
         v = self.pre(b, t, tap, v)
         v = tap("ec", self.conv(v, t["eW"]))
         v = tap("en", self.bn(v, t["eg"], t["ebt"]))
         v = tap("er", self.relu(v))
         v = self.post(b, t, tap, v)
         v = tap("pc", self.conv(v, t["pW"]))
-        v = tap("pn", self.bn(v, t["pg"], t["pbt"]))
-        return self.join(b, t, tap, v)
+        return self.bn(v, t["pg"], t["pbt"])
 
-    def pre(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+    def strides(self, b: AnyUib) -> tuple[int, int]:
+        """Strides of the pre- and the post-depthwise."""
+        if isinstance(b, UibSpec):
+            return 1, 1
+        return (1, 2) if b.carrier == "post" else (2, 1)
+
+    def pre(self, b: AnyUib, t: dict[str, Var], tap: Tap, v: Var) -> Var:
         """The pre-depthwise and its batch norm, where the row has one."""
         if not b.pre_k:
             return v
-        v = tap("qc", self.depthwise(v, t["qW"]))
-        return self.pre_act(tap("qn", self.bn(v, t["qg"], t["qbt"])))
+        v = tap("qc", self.depthwise(v, t["qW"], self.strides(b)[0]))
+        v = self.pre_act(tap("qn", self.bn(v, t["qg"], t["qbt"])))
+        return tap("qr", self.relu(v)) if b.pre_act == "relu" else v
 
     def pre_act(self, v: Var) -> Var:
-        """Nothing follows the pre-depthwise's batch norm."""
+        """Nothing else follows the pre-depthwise's batch norm."""
         return v
 
-    def post(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+    def post(self, b: AnyUib, t: dict[str, Var], tap: Tap, v: Var) -> Var:
         """The post-depthwise, its batch norm and relu, where the row has one."""
         if not b.post_k:
             return v
-        v = tap("dc", self.depthwise(v, t["dW"]))
+        v = tap("dc", self.depthwise(v, t["dW"], self.strides(b)[1]))
         v = tap("dn", self.bn(v, t["dg"], t["dbt"]))
         return tap("dr", self.relu(v))  # type: ignore[no-any-return]
 
@@ -122,6 +138,49 @@ class NumpyAdapter(Adapter):
         if b.drop:
             v = tap("pd", self.scale(v, t["drop"].value))
         return self.add(v, t["x"])
+
+    def stem(self, b: StemSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """conv 3x3 stride 2, BN, relu."""
+        v = tap("sc", self.conv(t["x"], t["sW"], 2, b.padding))
+        return self.relu(tap("sn", self.bn(v, t["sg"], t["sbt"])))
+
+    def fused(self, b: FusedSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """The fused stage."""
+        v = tap("f0cc", self.conv(t["x"], t["f0cW"], 2))
+        v = tap("f0cn", self.bn(v, t["f0cg"], t["f0cbt"]))
+        v = tap("f0cr", self.fused_act(b, v))
+        v = tap("f0pc", self.conv(v, t["f0pW"]))
+        return self.fused_end(self.bn(v, t["f0pg"], t["f0pbt"]))
+
+    def fused_act(self, b: FusedSpec, v: Var) -> Var:
+        return self.swish(v) if b.act == "swish" else self.relu(v)
+
+    def fused_end(self, v: Var) -> Var:
+        """Nothing follows the last batch norm."""
+        return v
+
+    def head(self, b: HeadSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """The head."""
+        v = tap("h1c", self.conv(t["x"], t["h1W"]))
+        v = tap("h1n", self.bn(v, t["h1g"], t["h1bt"]))
+        v = tap("h1r", self.relu(v))
+        if self.pools_first(b):
+            v = tap("pool", self.gap(v))
+        if b.oc:
+            v = tap("hc", self.conv(v, t["hW"]))
+            v = tap("hn", self.bn(v, t["hg"], t["hbt"]))
+            v = tap("hr", self.relu(v))
+        if not self.pools_first(b):
+            v = tap("pool", self.gap(v))
+        return self.dense(tap("flat", self.flatten(v)), t["Wd"], t["bd"])
+
+    def pools_first(self, b: HeadSpec) -> bool:
+        return b.pool_first
+
+    def mobilenetv4(self, b: MobileNetV4Spec, t: dict[str, Var], tap: Tap) -> Var:
+        """The whole net and its loss."""
+        logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
+        return self.cross_entropy(logits, t["target"].value)
 
     # Primitives: value, parents, and the pull-back in the same precision.
 
@@ -140,23 +199,56 @@ class NumpyAdapter(Adapter):
         mask = x.value > 0
         return Var(np.where(mask, x.value, x.value.dtype.type(0)), (x,), lambda dy: (dy * mask,))
 
-    def conv(self, x: Var, w: Var) -> Var:
-        """Stride 1, symmetric padding, by gathered patches [N,C,H,W,kH,kW]."""
-        patches, kernel = _patches(x.value, w.value.shape), w.value
+    def swish(self, x: Var) -> Var:
+        s = 1 / (1 + np.exp(-x.value))
+        return Var(x.value * s, (x,), lambda dy: (dy * (s * (1 + x.value * (1 - s))),))
+
+    def gap(self, x: Var) -> Var:
+        """Mean over the map, dimensions kept."""
+        shape, size = x.value.shape, x.value.dtype.type(x.value.shape[2] * x.value.shape[3])
+        mean = x.value.mean((2, 3), keepdims=True)
+        return Var(mean, (x,), lambda dy: (np.broadcast_to(dy / size, shape),))
+
+    def flatten(self, x: Var) -> Var:
+        return Var(x.value.reshape(len(x.value), -1), (x,), lambda dy: (dy.reshape(x.value.shape),))
+
+    def dense(self, x: Var, w: Var, b: Var) -> Var:
+        return Var(
+            x.value @ w.value + b.value,
+            (x, w, b),
+            lambda dy: (dy @ w.value.T, self.weight_sum(x.value.T @ dy, len(dy)), dy.sum(0)),
+        )
+
+    def cross_entropy(self, z: Var, t: Floats) -> Var:
+        """Smoothed cross entropy, averaged over the batch."""
+        shifted = z.value - z.value.max(-1, keepdims=True)
+        powers = np.exp(shifted)
+        norm = powers.sum(-1, keepdims=True)
+        loss = -(t * (shifted - np.log(norm))).sum() / z.value.dtype.type(len(t))
+        return Var(np.asarray(loss), (z,), lambda dy: (self.loss_back(powers / norm, t) * dy,))
+
+    def loss_back(self, p: Floats, t: Floats) -> Floats:
+        """Cotangent at the logits."""
+        return np.asarray((p - t) / p.dtype.type(len(t)))
+
+    def conv(self, x: Var, w: Var, stride: int = 1, padding: str = "symmetric") -> Var:
+        """By gathered patches [N,C,H',W',kH,kW]; ``x`` is zero-padded first."""
+        window = Window(x.value.shape, w.value.shape, stride, padding)
+        patches, kernel = window.patches(x.value), w.value
 
         def pull(dy: Floats) -> tuple[Floats, Floats]:
-            flipped = kernel[:, :, ::-1, ::-1]
-            dx = np.einsum("nohwab,ocab->nchw", _patches(dy, w.value.shape), flipped)
-            return dx, self.weight_sum(np.einsum("nchwab,nohw->ocab", patches, dy), len(dy))
+            dx = window.scatter(np.einsum("nohw,ocab->nchwab", dy, kernel))
+            return dx, self.weight_sum(np.einsum("nchwab,nohw->ocab", patches, dy, optimize=True), len(dy))
 
-        return Var(np.einsum("nchwab,ocab->nohw", patches, kernel), (x, w), pull)
+        return Var(np.einsum("nchwab,ocab->nohw", patches, kernel, optimize=True), (x, w), pull)
 
-    def depthwise(self, x: Var, w: Var) -> Var:
-        """One kernel per channel, stride 1, symmetric padding."""
-        patches, kernel = _patches(x.value, w.value.shape), w.value[:, 0]
+    def depthwise(self, x: Var, w: Var, stride: int = 1, padding: str = "symmetric") -> Var:
+        """One kernel per channel."""
+        window = Window(x.value.shape, w.value.shape, stride, padding)
+        patches, kernel = window.patches(x.value), w.value[:, 0]
 
         def pull(dy: Floats) -> tuple[Floats, Floats]:
-            dx = np.einsum("nchwab,cab->nchw", _patches(dy, w.value.shape), kernel[:, ::-1, ::-1])
+            dx = window.scatter(np.einsum("nchw,cab->nchwab", dy, kernel))
             return dx, self.weight_sum(np.einsum("nchwab,nchw->cab", patches, dy)[:, None], len(dy))
 
         return Var(np.einsum("nchwab,cab->nchw", patches, kernel), (x, w), pull)
@@ -194,11 +286,49 @@ class NumpyAdapter(Adapter):
         return (dy * normed).sum((0, 2, 3)), dy.sum((0, 2, 3))
 
 
-def _patches(x: Floats, kernel: tuple[int, ...]) -> Floats:
-    """[N,C,H,W] -> [N,C,H,W,kH,kW], zero-padded symmetrically."""
-    kh, kw = kernel[2:]
-    padded = np.pad(x, ((0, 0), (0, 0), (kh // 2, kh // 2), (kw // 2, kw // 2)))
-    return sliding_window_view(padded, (kh, kw), axis=(2, 3))
+class Window:
+    """Where a convolution's taps lie: low padding, output size, and the way there and back."""
+
+    def __init__(self, x: tuple[int, ...], w: tuple[int, ...], stride: int, padding: str) -> None:
+        self.shape, self.kernel, self.stride = x, w[2:], stride
+        self.low, self.out = [], []
+        for size, k in zip(x[2:], self.kernel, strict=True):
+            if padding == "xla_same":
+                out = -(-size // stride)
+                low = max((out - 1) * stride + k - size, 0) // 2
+            else:
+                low = k // 2
+                out = (size + 2 * low - k) // stride + 1
+            self.low.append(low)
+            self.out.append(out)
+
+    def _padded_shape(self) -> tuple[int, int]:
+        high, wide = (
+            max(size + low, (out - 1) * self.stride + k)
+            for size, low, out, k in zip(self.shape[2:], self.low, self.out, self.kernel, strict=True)
+        )
+        return high, wide
+
+    def _inside(self) -> tuple[slice, ...]:
+        keep = (slice(low, low + size) for low, size in zip(self.low, self.shape[2:], strict=True))
+        return (slice(None), slice(None), *keep)
+
+    def patches(self, x: Floats) -> Floats:
+        """[N,C,H,W] -> [N,C,H',W',kH,kW]"""
+        padded = np.zeros((*self.shape[:2], *self._padded_shape()), x.dtype)
+        padded[self._inside()] = x
+        s = self.stride
+        seen = sliding_window_view(padded, self.kernel, axis=(2, 3))[:, :, ::s, ::s]
+        return np.asarray(seen[:, :, : self.out[0], : self.out[1]])
+
+    def scatter(self, patches: Floats) -> Floats:
+        """The transpose of patches: every tap's share added where it was read."""
+        padded = np.zeros((*self.shape[:2], *self._padded_shape()), patches.dtype)
+        s, (rows, cols) = self.stride, self.out
+        for a in range(self.kernel[0]):
+            for b in range(self.kernel[1]):
+                padded[:, :, a : a + s * rows : s, b : b + s * cols : s][:, :, :rows, :cols] += patches[..., a, b]
+        return np.asarray(padded[self._inside()])
 
 
 def adapter(quick: bool = False) -> NumpyAdapter:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap
 from diffgrad.adapters.layout import from_nhwc, to_nhwc
 from diffgrad.case import Case
-from diffgrad.specs import EPS, UibSpec
+from diffgrad.specs import EPS, FusedSpec, HeadSpec, MobileNetV4Spec, StemSpec, UibSpec, UibStridedSpec
 from diffgrad.trace import Arrays, Trace
 
 Tensors = dict[str, Any]
@@ -34,7 +35,7 @@ class TensorFlowAdapter(Adapter):
     def trace(self, case: Case, tensors: Arrays) -> tuple[Trace, float]:
         spec = case.block
         t = {name: tf.constant(v) for name, v in to_nhwc(spec, tensors).items()}
-        leaves = {p.name: t[p.name] for p in (spec.input(), *spec.parameters())}
+        leaves = {name: t[name] for name in spec.differentiated()}
         sites: Tensors = {}
 
         def tap(site: str, v: Any) -> Any:
@@ -51,7 +52,7 @@ class TensorFlowAdapter(Adapter):
         x = spec.input().name
         return (
             Trace(
-                acts=from_nhwc(spec, {s: v.numpy() for s, v in sites.items()} | {"out": out.numpy()}),
+                acts=from_nhwc(spec, {s: v.numpy() for s, v in sites.items()} | {"out": np.asarray(out)}),
                 cots=from_nhwc(spec, {s: g for s, g in cots.items() if s in sites or s == x}),
                 grads=from_nhwc(spec, {s: g for s, g in cots.items() if s in leaves and s != x}),
             ),
@@ -61,26 +62,77 @@ class TensorFlowAdapter(Adapter):
     def uib(self, b: UibSpec, t: Tensors, tap: Tap) -> Any:
         """Universal inverted bottleneck, stride 1."""
         v = tap("xb", tf.identity(t["x"]))
-        if b.pre_k:
-            v = tap("qc", _depthwise(v, t["qW"]))
-            v = tap("qn", _bn(v, t["qg"], t["qbt"]))
-        v = tap("ec", tf.nn.conv2d(v, t["eW"], 1, "VALID"))
-        v = tap("en", _bn(v, t["eg"], t["ebt"]))
-        v = tap("er", tf.nn.relu(v))
-        if b.post_k:
-            v = tap("dc", _depthwise(v, t["dW"]))
-            v = tap("dn", _bn(v, t["dg"], t["dbt"]))
-            v = tap("dr", tf.nn.relu(v))
-        v = tap("pc", tf.nn.conv2d(v, t["pW"], 1, "VALID"))
-        v = tap("pn", _bn(v, t["pg"], t["pbt"]))
+        v = tap("pn", self._uib_body(b, v, t, tap, 1, 1))
         if b.drop:
             v = tap("pd", v * t["drop"][:, None, None, None])
         return v + t["x"]
 
+    def uib_s2(self, b: UibStridedSpec, t: Tensors, tap: Tap) -> Any:
+        """Universal inverted bottleneck, stride 2, no skip."""
+        pre, post = (1, 2) if b.carrier == "post" else (2, 1)
+        return self._uib_body(b, t["x"], t, tap, pre, post)
 
-def _depthwise(x: Any, w: Any) -> Any:
-    """[kH,kW,1,C] -> TensorFlow's [kH,kW,C,1], stride 1, symmetric padding."""
-    return tf.nn.depthwise_conv2d(x, tf.transpose(w, (0, 1, 3, 2)), (1, 1, 1, 1), "SAME")
+    def _uib_body(
+        self, b: UibSpec | UibStridedSpec, v: Any, t: Tensors, tap: Tap, pre_stride: int, post_stride: int
+    ) -> Any:
+        if b.pre_k:
+            v = tap("qc", _depthwise(v, t["qW"], pre_stride))
+            v = tap("qn", _bn(v, t["qg"], t["qbt"]))
+            if b.pre_act == "relu":
+                v = tap("qr", tf.nn.relu(v))
+        v = tap("ec", tf.nn.conv2d(v, t["eW"], 1, "VALID"))
+        v = tap("en", _bn(v, t["eg"], t["ebt"]))
+        v = tap("er", tf.nn.relu(v))
+        if b.post_k:
+            v = tap("dc", _depthwise(v, t["dW"], post_stride))
+            v = tap("dn", _bn(v, t["dg"], t["dbt"]))
+            v = tap("dr", tf.nn.relu(v))
+        v = tap("pc", tf.nn.conv2d(v, t["pW"], 1, "VALID"))
+        return _bn(v, t["pg"], t["pbt"])
+
+    def stem(self, b: StemSpec, t: Tensors, tap: Tap) -> Any:
+        """conv 3x3 stride 2, BN, relu."""
+        padding = "SAME" if b.padding == "xla_same" else _symmetric(3)
+        v = tap("sc", tf.nn.conv2d(t["x"], t["sW"], 2, padding))
+        return tf.nn.relu(tap("sn", _bn(v, t["sg"], t["sbt"])))
+
+    def fused(self, b: FusedSpec, t: Tensors, tap: Tap) -> Any:
+        """The fused stage."""
+        v = tap("f0cc", tf.nn.conv2d(t["x"], t["f0cW"], 2, _symmetric(b.k)))
+        v = tap("f0cn", _bn(v, t["f0cg"], t["f0cbt"]))
+        v = tap("f0cr", tf.nn.silu(v) if b.act == "swish" else tf.nn.relu(v))
+        v = tap("f0pc", tf.nn.conv2d(v, t["f0pW"], 1, "VALID"))
+        return _bn(v, t["f0pg"], t["f0pbt"])
+
+    def head(self, b: HeadSpec, t: Tensors, tap: Tap) -> Any:
+        """The head."""
+        v = tap("h1c", tf.nn.conv2d(t["x"], t["h1W"], 1, "VALID"))
+        v = tap("h1n", _bn(v, t["h1g"], t["h1bt"]))
+        v = tap("h1r", tf.nn.relu(v))
+        if b.pool_first:
+            v = tap("pool", tf.reduce_mean(v, (1, 2), keepdims=True))
+        if b.oc:
+            v = tap("hc", tf.nn.conv2d(v, t["hW"], 1, "VALID"))
+            v = tap("hn", _bn(v, t["hg"], t["hbt"]))
+            v = tap("hr", tf.nn.relu(v))
+        if not b.pool_first:
+            v = tap("pool", tf.reduce_mean(v, (1, 2), keepdims=True))
+        return tf.matmul(tap("flat", tf.squeeze(v, (1, 2))), t["Wd"]) + t["bd"]
+
+    def mobilenetv4(self, b: MobileNetV4Spec, t: Tensors, tap: Tap) -> Any:
+        """The whole net and its loss."""
+        logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
+        return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(t["target"], logits))
+
+
+def _symmetric(k: int) -> list[list[int]]:
+    return [[0, 0], [k // 2, k // 2], [k // 2, k // 2], [0, 0]]
+
+
+def _depthwise(x: Any, w: Any, stride: int) -> Any:
+    """[kH,kW,1,C] -> TensorFlow's [kH,kW,C,1], symmetric padding."""
+    kernel = tf.transpose(w, (0, 1, 3, 2))
+    return tf.nn.depthwise_conv2d(x, kernel, (1, stride, stride, 1), _symmetric(w.shape[0]))
 
 
 def _bn(x: Any, g: Any, b: Any) -> Any:

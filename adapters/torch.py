@@ -7,15 +7,14 @@ import torch.nn.functional as F
 
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap, Unsupported
 from diffgrad.case import Case
-from diffgrad.specs import EPS, UibSpec
+from diffgrad.specs import EPS, FusedSpec, HeadSpec, MobileNetV4Spec, StemSpec, UibSpec, UibStridedSpec
 from diffgrad.trace import Arrays, Trace
 
 Tensors = dict[str, torch.Tensor]
 
 
 def _single_statistic(case: Case) -> bool:
-    spec = case.block
-    return spec.n * spec.h * spec.w == 1
+    return case.block.fewest_statistics() == 1
 
 
 class TorchAdapter(Adapter):
@@ -39,7 +38,7 @@ class TorchAdapter(Adapter):
     def trace(self, case: Case, tensors: Arrays) -> tuple[Trace, float]:
         spec = case.block
         t = {name: torch.tensor(v) for name, v in tensors.items()}
-        leaves = {p.name: t[p.name].requires_grad_() for p in (spec.input(), *spec.parameters())}
+        leaves = {name: t[name].requires_grad_() for name in spec.differentiated()}
         sites: Tensors = {}
 
         def tap(site: str, v: torch.Tensor) -> torch.Tensor:
@@ -64,21 +63,71 @@ class TorchAdapter(Adapter):
     def uib(self, b: UibSpec, t: Tensors, tap: Tap) -> torch.Tensor:
         """Universal inverted bottleneck, stride 1."""
         v = tap("xb", t["x"].view_as(t["x"]))
+        v = tap("pn", self._uib_body(b, v, t, tap, 1, 1))
+        if b.drop:
+            v = tap("pd", v * t["drop"].reshape(-1, 1, 1, 1))
+        return torch.add(v, t["x"])
+
+    def uib_s2(self, b: UibStridedSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """Universal inverted bottleneck, stride 2, no skip."""
+        pre, post = (1, 2) if b.carrier == "post" else (2, 1)
+        return self._uib_body(b, t["x"], t, tap, pre, post)
+
+    def _uib_body(
+        self, b: UibSpec | UibStridedSpec, v: torch.Tensor, t: Tensors, tap: Tap, pre_stride: int, post_stride: int
+    ) -> torch.Tensor:
         if b.pre_k:
-            v = tap("qc", F.conv2d(v, t["qW"], padding=b.pre_k // 2, groups=b.c))
+            v = tap("qc", F.conv2d(v, t["qW"], stride=pre_stride, padding=b.pre_k // 2, groups=v.shape[1]))
             v = tap("qn", _bn(v, t["qg"], t["qbt"]))
+            if b.pre_act == "relu":
+                v = tap("qr", F.relu(v))
         v = tap("ec", F.conv2d(v, t["eW"]))
         v = tap("en", _bn(v, t["eg"], t["ebt"]))
         v = tap("er", F.relu(v))
         if b.post_k:
-            v = tap("dc", F.conv2d(v, t["dW"], padding=b.post_k // 2, groups=b.mid))
+            v = tap("dc", F.conv2d(v, t["dW"], stride=post_stride, padding=b.post_k // 2, groups=b.mid))
             v = tap("dn", _bn(v, t["dg"], t["dbt"]))
             v = tap("dr", F.relu(v))
         v = tap("pc", F.conv2d(v, t["pW"]))
-        v = tap("pn", _bn(v, t["pg"], t["pbt"]))
-        if b.drop:
-            v = tap("pd", v * t["drop"].reshape(-1, 1, 1, 1))
-        return torch.add(v, t["x"])
+        return _bn(v, t["pg"], t["pbt"])
+
+    def stem(self, b: StemSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """conv 3x3 stride 2, BN, relu."""
+        if b.padding == "xla_same":
+            rows, cols = (((size + 1) // 2 - 1) * 2 + 3 - size for size in (b.h, b.w))
+            x = F.pad(t["x"], (cols // 2, cols - cols // 2, rows // 2, rows - rows // 2))
+            v = tap("sc", F.conv2d(x, t["sW"], stride=2))
+        else:
+            v = tap("sc", F.conv2d(t["x"], t["sW"], stride=2, padding=1))
+        return F.relu(tap("sn", _bn(v, t["sg"], t["sbt"])))
+
+    def fused(self, b: FusedSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """The fused stage."""
+        v = tap("f0cc", F.conv2d(t["x"], t["f0cW"], stride=2, padding=b.k // 2))
+        v = tap("f0cn", _bn(v, t["f0cg"], t["f0cbt"]))
+        v = tap("f0cr", F.silu(v) if b.act == "swish" else F.relu(v))
+        v = tap("f0pc", F.conv2d(v, t["f0pW"]))
+        return _bn(v, t["f0pg"], t["f0pbt"])
+
+    def head(self, b: HeadSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """The head."""
+        v = tap("h1c", F.conv2d(t["x"], t["h1W"]))
+        v = tap("h1n", _bn(v, t["h1g"], t["h1bt"]))
+        v = tap("h1r", F.relu(v))
+        if b.pool_first:
+            v = tap("pool", F.adaptive_avg_pool2d(v, 1))
+        if b.oc:
+            v = tap("hc", F.conv2d(v, t["hW"]))
+            v = tap("hn", _bn(v, t["hg"], t["hbt"]))
+            v = tap("hr", F.relu(v))
+        if not b.pool_first:
+            v = tap("pool", F.adaptive_avg_pool2d(v, 1))
+        return F.linear(tap("flat", torch.flatten(v, 1)), t["Wd"].T, t["bd"])
+
+    def mobilenetv4(self, b: MobileNetV4Spec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """The whole net and its loss."""
+        logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
+        return F.cross_entropy(logits, t["target"])
 
 
 def _bn(x: torch.Tensor, g: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

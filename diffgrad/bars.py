@@ -57,6 +57,8 @@ PRECISIONS: dict[str, Precision] = {
 
 # Correctly rounded division and square root cost one u each; library rsqrt kernels document up to 2 ulp (4 u).
 RSQRT_ROUNDINGS = 4
+# exp and log kernels document up to 2 ulp (4 u).
+EXP_ROUNDINGS = 4
 
 
 def gamma(k: int, p: Precision) -> float:
@@ -70,11 +72,14 @@ class Bounded:
     """A float64 value and the error bound of a run in precision ``p``: |run - val| <= err, elementwise.
 
     ``err`` is non-negative, may be infinite (overflow is legitimate there), and has the shape of ``val``.
+    ``cancelled`` is the sum of magnitudes that went into ``val``, where it is a sum: what an error bar has to be small
+    against for a check to prove something, even where the terms cancel to exactly 0.
     """
 
     val: Array
     err: Array
     p: Precision
+    cancelled: Array | None = None
     memo: dict[Hashable, Moments] = field(default_factory=dict, compare=False, repr=False)
     """Statistics already taken of this array: a norm's forward and backward read the same ones."""
 
@@ -82,6 +87,11 @@ class Bounded:
     def mag(self) -> Array:
         """Largest magnitude the run may hold."""
         return np.abs(self.val) + self.err
+
+    @property
+    def reach(self) -> Array:
+        """Magnitude that the bound is to be compared with: of the terms of a sum, else of the value."""
+        return np.abs(self.val) if self.cancelled is None else self.cancelled
 
     @cached_property
     def exact(self) -> bool:
@@ -99,11 +109,12 @@ class Bounded:
 
     def widen(self, extra: Array) -> Bounded:
         """The same value with a larger bound (an alternative evaluation the library may use)."""
-        return settle(self.val, self.err + extra, self.p)
+        return settle(self.val, self.err + extra, self.p, self.cancelled)
 
     def reshape(self, *shape: int) -> Bounded:
         """Reshape, exact."""
-        return Bounded(self.val.reshape(shape), self.err.reshape(shape), self.p)
+        cancelled = None if self.cancelled is None else self.cancelled.reshape(shape)
+        return Bounded(self.val.reshape(shape), self.err.reshape(shape), self.p, cancelled)
 
 
 def recorded(val: Array, p: Precision, carried: Array | None = None) -> Bounded:
@@ -123,17 +134,17 @@ def recorded(val: Array, p: Precision, carried: Array | None = None) -> Bounded:
     return Bounded(val, err if carried is None else err + carried, p)
 
 
-def settle(val: Array, err: Array, p: Precision) -> Bounded:
+def settle(val: Array, err: Array, p: Precision, cancelled: Array | None = None) -> Bounded:
     """Close an operation: where the run may have overflowed, or nothing can be said, the bound is infinite."""
     lost = ~(np.abs(val) + err <= p.largest)
-    return Bounded(val, np.where(lost, np.inf, err), p)
+    return Bounded(val, np.where(lost, np.inf, err), p, cancelled)
 
 
-def rounded(val: Array, err: Array, p: Precision, roundings: float = 1.0) -> Bounded:
+def rounded(val: Array, err: Array, p: Precision, roundings: float = 1.0, cancelled: Array | None = None) -> Bounded:
     """The result of one elementwise operation: ``err`` from its operands, plus its rounding and possible flush."""
     mag = np.abs(val) + err
     flush = np.where(np.abs(val) - err < p.tiny, np.minimum(mag, p.tiny), 0.0)
-    return settle(val, err + roundings * p.u / (1.0 - p.u) * mag + flush, p)
+    return settle(val, err + roundings * p.u / (1.0 - p.u) * mag + flush, p, cancelled)
 
 
 def lift(val: Array, err: Array, p: Precision) -> Bounded:
@@ -146,28 +157,73 @@ def add(*terms: Bounded) -> Bounded:
     p = terms[0].p
     val = sum((t.val for t in terms[1:]), terms[0].val)
     err = sum((t.err for t in terms[1:]), terms[0].err)
-    if len(terms) == 2:
-        return rounded(val, err, p)
     mag = sum((t.mag for t in terms[1:]), terms[0].mag)
+    if len(terms) == 2:
+        return rounded(val, err, p, cancelled=mag)
     k = len(terms)
-    return settle(val, err + gamma(k - 1, p) * mag + np.minimum(mag, k * p.tiny), p)
+    return _settle_sum(val, err + gamma(k - 1, p) * mag + np.minimum(mag, k * p.tiny), p, mag)
+
+
+def _settle_sum(val: Array, err: Array, p: Precision, mag: Array) -> Bounded:
+    """Close a sum: its partial sums may overflow where the sum of magnitudes does, although the total does not."""
+    return settle(val, np.where(mag + err <= p.largest, err, np.inf), p, mag)
 
 
 def neg(a: Bounded) -> Bounded:
     """-a, exact."""
-    return Bounded(-a.val, a.err, a.p)
+    return Bounded(-a.val, a.err, a.p, a.cancelled)
 
 
 def mul(a: Bounded, b: Bounded, roundings: float = 1.0) -> Bounded:
     """Elementwise (broadcasting) product."""
     val = a.val * b.val
     err = np.abs(a.val) * b.err + a.err * b.mag
-    return rounded(val, err, a.p, roundings)
+    cancelled = None if a.cancelled is None and b.cancelled is None else a.reach * b.reach
+    return rounded(val, err, a.p, roundings, cancelled)
 
 
 def scale(a: Bounded, c: float, roundings: float = 1.0) -> Bounded:
     """Product with a real constant, such as 1/n: division or multiplication by its rounded reciprocal."""
-    return rounded(a.val * c, a.err * abs(c), a.p, roundings)
+    cancelled = None if a.cancelled is None else a.cancelled * abs(c)
+    return rounded(a.val * c, a.err * abs(c), a.p, roundings, cancelled)
+
+
+def plus_one(a: Bounded) -> Bounded:
+    """1 + a."""
+    return rounded(1.0 + a.val, a.err, a.p)
+
+
+def one_minus(a: Bounded) -> Bounded:
+    """1 - a."""
+    return plus_one(neg(a))
+
+
+def reciprocal(a: Bounded) -> Bounded:
+    """1/a; unbounded where a may be 0."""
+    low = np.abs(a.val) - a.err
+    err = np.where(low > 0, a.err / (np.abs(a.val) * low), np.inf)
+    return rounded(1.0 / a.val, np.where(a.err > 0, err, 0.0), a.p)
+
+
+def exp(a: Bounded) -> Bounded:
+    """e**a, as library kernels document it."""
+    val = np.exp(a.val)
+    return rounded(val, val * np.expm1(a.err), a.p, EXP_ROUNDINGS)
+
+
+def log(a: Bounded) -> Bounded:
+    """Natural logarithm of a positive number; near 1 the result is tiny, so the ulps are of 1."""
+    val = np.log(a.val)
+    low = np.maximum(a.val - a.err, 0.0)
+    return rounded(val, np.log(a.val / low), a.p, EXP_ROUNDINGS)
+
+
+def sigmoid(a: Bounded) -> Bounded:
+    """1/(1 + e**-a). Its second derivative is below 0.1, which bounds what the first-order term leaves out."""
+    power = np.exp(-np.abs(a.val))
+    val = np.where(a.val >= 0, 1.0, power) / (1.0 + power)
+    slope = val * (1.0 - val)
+    return rounded(val, a.err * slope + 0.05 * a.err**2, a.p, EXP_ROUNDINGS + 2.0)
 
 
 def total(a: Bounded, axes: Axes) -> Bounded:
@@ -177,7 +233,7 @@ def total(a: Bounded, axes: Axes) -> Bounded:
     mag = a.mag.sum(axes, keepdims=True)
     err = a.err.sum(axes, keepdims=True) + gamma(max(k - 1, 0), a.p) * mag + _flushes(mag, max(k - 1, 0), a.p)
     grid = grid_exponent(a)
-    return settle(val, err if grid is None else _exact_where(mag, grid, err, a.p), a.p)
+    return _settle_sum(val, err if grid is None else _exact_where(mag, grid, err, a.p), a.p, mag)
 
 
 def bilinear(op: Callable[[Array, Array], Array], a: Bounded, b: Bounded, k: int) -> Bounded:
@@ -200,10 +256,8 @@ def bilinear(op: Callable[[Array, Array], Array], a: Bounded, b: Bounded, k: int
     ga, gb = grid_exponent(a), grid_exponent(b)
     if ga is not None and gb is not None:
         err = _exact_where(mag, ga + gb, err, p)
-    if np.isinf(a.err).any() or np.isinf(b.err).any():
-        # Padding multiplies by 0, so an infinite or NaN operand may reach any output.
-        err = np.full_like(err, np.inf)
-    return settle(val, err, p)
+    # An infinite bound times a 0, as of padding, is NaN here and an infinite bound below: so it is in a kernel.
+    return _settle_sum(val, err, p, mag)
 
 
 def _flushes(mag: Array, k: int, p: Precision) -> Array:
@@ -282,11 +336,12 @@ def _moments(x: Bounded, axes: Axes, eps: float, one_pass: bool) -> Moments:
     if one_pass:
         v_err = v_err + gamma(n + 4, p) * ((x.mag**2).sum(axes, keepdims=True) / n + mean.mag**2)
     variance = Bounded(v, np.where(square * n <= p.largest, v_err, np.inf), p)
-    root = rounded(variance.val + eps, variance.err, p)
+    root = rounded(variance.val + eps, variance.err + eps * p.u, p)  # eps itself is rounded to the precision
     # A sum of squares is never negative, so v + eps stays at least eps (rounded once).
     low = np.maximum(root.val - root.err, 0.0 if one_pass else eps * (1.0 - 2.0 * p.u))
     inv = 1.0 / np.sqrt(root.val)
-    inv_std = rounded(inv, 1.0 / np.sqrt(low) - inv, p, roundings=RSQRT_ROUNDINGS)
+    off = np.maximum(1.0 / np.sqrt(low) - inv, inv - 1.0 / np.sqrt(root.val + root.err))
+    inv_std = rounded(inv, off, p, roundings=RSQRT_ROUNDINGS)
     # An overflowed variance gives rsqrt(inf) = 0 in the run: finite, and wrong by all of it.
     inv_std = Bounded(inv_std.val, np.where(np.isfinite(variance.err), inv_std.err, np.inf), p)
     return Moments(mean, inv_std, centred, mul(centred, inv_std), n)

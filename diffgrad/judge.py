@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from diffgrad.adapters.registry import COMPILED_MODES
+from diffgrad.bars import PRECISIONS
+from diffgrad.case import Case
 from diffgrad.chains import chain_of
 from diffgrad.check import Report, check_run
 from diffgrad.corpus import Signature
+from diffgrad.oracle import Expected, end_to_end
+from diffgrad.trace import Arrays
 from diffgrad.worker import Answer
 
 RUN_FAULTS = ("crash", "hang", "error")
@@ -38,7 +43,14 @@ def judge(answer: Answer, mode: str) -> Judgement:
         kind = outcome.reason.split(":", 1)[0] if outcome.status == "error" else case.block.kind
         signature = Signature(answer.adapter, mode, case.dtype, "run", outcome.status, kind)
         return Judgement(outcome.status, f"{outcome.status}: {outcome.reason}", signature)
-    report = check_run(chain_of(case.block), case.tensors(), outcome.trace, case.dtype, mode in COMPILED_MODES)
+    report = check_run(
+        chain_of(case.block),
+        _tensors(case),
+        outcome.trace,
+        case.dtype,
+        mode in COMPILED_MODES,
+        _whole(case) if case.dtype == "float64" else None,
+    )
     fault = report.first_fault
     if fault is None:
         return Judgement(report.verdict, report=report)
@@ -46,3 +58,16 @@ def judge(answer: Answer, mode: str) -> Judgement:
     condition = f"{fault.what} {fault.note.split(' ')[0]}".strip() if fault.note else fault.what
     signature = Signature(answer.adapter, mode, case.dtype, link, fault.verdict, condition)
     return Judgement(fault.verdict, fault.sentence(), signature, report)
+
+
+# The frameworks answer the same case at about the same time, and share what does not depend on them.
+
+
+@lru_cache(maxsize=32)
+def _tensors(case: Case) -> Arrays:
+    return case.tensors()
+
+
+@lru_cache(maxsize=8)
+def _whole(case: Case) -> Expected:
+    return end_to_end(chain_of(case.block), _tensors(case), PRECISIONS[case.dtype])

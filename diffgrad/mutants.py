@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diffgrad.adapters.base import Tap
-from diffgrad.adapters.numpy import Floats, NumpyAdapter, Var
+from diffgrad.adapters.numpy import AnyUib, Floats, NumpyAdapter, Var
 from diffgrad.case import Case
 from diffgrad.chains import chain_of
 from diffgrad.check import Quantity, check_run
@@ -35,7 +35,7 @@ class _ConvAtNorm(NumpyAdapter):
 
 
 class _PostAlways(NumpyAdapter):
-    def post(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+    def post(self, b: AnyUib, t: dict[str, Var], tap: Tap, v: Var) -> Var:
         if b.post_k:
             return super().post(b, t, tap, v)
         kernel = np.full((b.mid, 1, 3, 3), 1 / 9, v.value.dtype)
@@ -43,7 +43,7 @@ class _PostAlways(NumpyAdapter):
 
 
 class _PostNever(NumpyAdapter):
-    def post(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+    def post(self, b: AnyUib, t: dict[str, Var], tap: Tap, v: Var) -> Var:
         return v
 
 

@@ -7,7 +7,8 @@ the very link that has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,8 @@ class Walk:
         compiled: a compiler may recompute a producer inside its consumer with other contractions, so what a link
             reads carries its producer's bar (up to the last result that is certainly stored and read back).
         ops: replacements for some links' ops, keyed by the site they write (named looser models).
+        noise: end to end only: every link reads its producer's value displaced within its bar at random, as if exact.
+            With zero noise every link reads the plain value, so that each bar is that of its own link alone.
     """
 
     def __init__(
@@ -60,12 +63,14 @@ class Walk:
         trace: Trace | None = None,
         compiled: bool = False,
         ops: Mapping[str, Op] | None = None,
+        noise: Callable[[tuple[int, ...]], Array] | None = None,
     ) -> None:
         self._chain = chain
         self._p = p
         self._trace = trace
         self._compiled = compiled and trace is not None
         self._ops = ops or {}
+        self._noise = noise
         self._given = {name: recorded(v.astype(np.float64), p) for name, v in tensors.items()}
 
     def run(self) -> Expected:
@@ -88,7 +93,7 @@ class Walk:
             op, ps = self._op(link), self._params(link)
             y = op.bound(tuple(fed[s].carried for s in link.reads), ps)
             own = y
-            if self._compiled and op.materialised:
+            if self._compiled and op.stored(ps)[0]:
                 own = op.bound(tuple(fed[s].plain for s in link.reads), ps)
             out.acts[link.writes] = y
             fed[link.writes] = self._feed(y, own.err, self._trace.acts.get(link.writes) if self._trace else None)
@@ -96,7 +101,7 @@ class Walk:
 
     def _backward(self, out: Expected, fed: dict[str, _Fed]) -> None:
         # What each consumer of a site hands back, and the part of its bar that a recomputing compiler may show.
-        parts: dict[str, list[tuple[Bounded, Array]]] = {s: [] for s in self._chain.cotangents()}
+        parts: dict[str, list[tuple[Bounded, Array]]] = defaultdict(list)
         for link in reversed(self._chain.links):
             if link.writes == self._chain.output:
                 dy = _fed(self._given["dy"])
@@ -105,13 +110,14 @@ class Walk:
             op, ps = self._op(link), self._params(link)
             v = op.vjp(tuple(fed[s].carried for s in link.reads), ps, dy.carried)
             own: Vjp = v
-            if self._compiled and op.materialised:
+            if self._compiled and op.stored(ps)[1]:
                 own = op.vjp(tuple(fed[s].plain for s in link.reads), ps, dy.plain)
             for site, dx, own_dx in zip(link.reads, v.inputs, own.inputs, strict=True):
                 parts[site].append((dx, own_dx.err))
             for node, grad in zip(link.feeds, v.params, strict=True):
                 out.grads[node] = grad
-        self._collect(out, parts, self._chain.input)
+        if self._chain.input_cotangent:
+            self._collect(out, parts, self._chain.input)
 
     def _collect(self, out: Expected, parts: dict[str, list[tuple[Bounded, Array]]], site: str) -> _Fed:
         """The cotangent at a site: the sum over everything that reads it."""
@@ -122,6 +128,8 @@ class Walk:
         return self._feed(dy, carried, self._trace.cots.get(site) if self._trace else None)
 
     def _feed(self, expected: Bounded, carried: Array, got: NDArray[Any] | None) -> _Fed:
+        if self._noise is not None:
+            return _fed(_displaced(expected, self._noise))
         if self._trace is None:
             return _fed(expected)
         if got is None or got.shape != expected.val.shape:
@@ -130,7 +138,48 @@ class Walk:
         plain = recorded(got.astype(np.float64), self._p)
         if not self._compiled:
             return _fed(plain)
-        return _Fed(recorded(got.astype(np.float64), self._p, carried), plain)
+        # Recorded and recomputed value both lie within the bar, on either side: their distance is what is carried.
+        with quiet():
+            apart = carried + np.minimum(np.abs(plain.val - expected.val), carried)
+        return _Fed(recorded(got.astype(np.float64), self._p, apart), plain)
+
+
+def end_to_end(chain: Chain, tensors: Tensors, p: Precision) -> Expected:
+    """The whole chain from the case's inputs, with bars for any correct run in precision ``p``.
+
+    A block's bars are worst cases, propagated. Over a net those grow beyond all use (by the width of every layer), so a
+    deep chain is bounded by stochastic arithmetic instead: the spread of runs in which every link's result is displaced
+    at random anywhere within its own worst-case bar. Real roundings are smaller and as independent.
+    """
+    return _spread(chain, tensors, p) if chain.deep else Walk(chain, tensors, p).run()
+
+
+_NOISY_RUNS = 4
+
+
+def _spread(chain: Chain, tensors: Tensors, p: Precision) -> Expected:
+    plain = Walk(chain, tensors, p, noise=np.zeros).run()
+    rng = np.random.default_rng(0)
+    runs = [
+        Walk(chain, tensors, p, noise=lambda shape: rng.uniform(-1.0, 1.0, shape)).run() for _ in range(_NOISY_RUNS)
+    ]
+    out = Expected()
+    for part in ("acts", "cots", "grads"):
+        for name, centre in getattr(plain, part).items():
+            # One number an array: the furthest any of its elements strayed.
+            strayed = max(_furthest(getattr(run, part)[name].val, centre.val) for run in runs)
+            getattr(out, part)[name] = Bounded(centre.val, centre.err + strayed, p)
+    return out
+
+
+def _furthest(a: Array, b: Array) -> float:
+    with quiet():
+        distance = float(np.max(np.abs(a - b), initial=0.0))
+    return distance if np.isfinite(distance) else float("inf")
+
+
+def _displaced(b: Bounded, noise: Callable[[tuple[int, ...]], Array]) -> Bounded:
+    return Bounded(b.val + noise(b.val.shape) * b.err, np.zeros_like(b.val), b.p)
 
 
 def _fed(b: Bounded) -> _Fed:

@@ -79,6 +79,8 @@ def _normal(t: Tensor, bits: Bits, exponent: int) -> Floats:
     v = bits.normal(t.shape)
     if t.role == "kernel":
         return v / math.sqrt(_size(t.shape[1:]))
+    if t.role == "matrix":
+        return v / math.sqrt(t.shape[0])
     if t.role == "gamma":
         return 1.0 + 0.5 * v
     return 0.5 * v if t.role == "beta" else v
@@ -86,7 +88,7 @@ def _normal(t: Tensor, bits: Bits, exponent: int) -> Floats:
 
 def _dyadic(t: Tensor, bits: Bits, exponent: int) -> Floats:
     """Small multiples of 1/8: products and sums are exact in every precision that is checked."""
-    reach, unit = {"kernel": (4, 0.25), "gamma": (4, 0.5)}.get(t.role, (8, 0.125))
+    reach, unit = {"kernel": (4, 0.25), "matrix": (4, 0.25), "gamma": (4, 0.5)}.get(t.role, (8, 0.125))
     return bits.integers(-reach, reach, t.shape) * unit
 
 
@@ -135,6 +137,17 @@ def _one_hot(t: Tensor, bits: Bits, exponent: int) -> Floats:
     return np.where(np.arange(v.size) == hot, 1.0 + np.abs(v.ravel()), 0.0).reshape(t.shape)
 
 
+_SMOOTHING = 0.1
+
+
+def _smoothed(t: Tensor, bits: Bits) -> Floats:
+    """Label-smoothed targets: (1 - alpha)*onehot + alpha/K, one random label per row."""
+    batch, classes = t.shape
+    labels = bits.integers(0, classes - 1, (batch,))
+    hot = labels[:, None] == np.arange(classes)
+    return np.where(hot, 1.0 - _SMOOTHING, 0.0) + _SMOOTHING / classes
+
+
 FAMILIES: dict[str, tuple[Draw, tuple[int, int]]] = {
     # name: (draw, range of the exponent)
     "normal": (_normal, (0, 0)),
@@ -163,6 +176,8 @@ def draw_tensor(spec: Spec, tensor: Tensor, values: Values) -> Floats:
     """One tensor of a case in float64, before rounding to the case's dtype."""
     if tensor.role == "drop":
         return np.array(getattr(spec, tensor.name).scales())
+    if tensor.role == "target":
+        return _smoothed(tensor, Bits(values.seed, tensor.name))
     draw, _ = FAMILIES[values.family]
     return draw(tensor, Bits(values.seed, tensor.name), values.exponent)
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from diffgrad.specs import Drop, Spec, UibSpec
+from diffgrad.specs import Drop, FusedSpec, HeadSpec, MobileNetV4Spec, Spec, StemSpec, UibSpec, UibStridedSpec
+from diffgrad.specs.mobilenetv4 import PreAct
+from diffgrad.specs.mobilenetv4_net import Row
 
 # The first entries are what shrinking ends at. Vectorised kernels change path around multiples of 8 and 16.
 CHANNELS = st.one_of(st.integers(1, 6), st.sampled_from((8, 15, 16, 17, 32)))
@@ -28,23 +30,139 @@ def drops(draw: st.DrawFn, n: int) -> Drop | None:
     return Drop(draw(KEEPS), tuple(draw(st.lists(st.booleans(), min_size=n, max_size=n))))
 
 
+PRE_ACTS: st.SearchStrategy[PreAct] = st.sampled_from(("none", "relu"))
+
+
+def channels(draw: st.DrawFn, elements: int) -> int:
+    """A number of channels that keeps the widest map small; ``elements`` is what one channel holds."""
+    return min(draw(CHANNELS), max(1, WIDEST // elements))
+
+
 @st.composite
 def uib(draw: st.DrawFn) -> UibSpec:
     """Stride-1 UIB in all four families."""
     n, h, w, expand = draw(BATCHES), draw(SIDES), draw(SIDES), draw(st.integers(1, 4))
     return UibSpec(
         n=n,
-        c=min(draw(CHANNELS), max(1, WIDEST // (n * h * w * expand))),
+        c=channels(draw, n * h * w * expand),
         h=h,
         w=w,
         expand=expand,
         pre_k=draw(DEPTHWISE_K),
         post_k=draw(DEPTHWISE_K),
+        pre_act=draw(PRE_ACTS),
         drop=draw(drops(n)),
+    )
+
+
+@st.composite
+def uib_s2(draw: st.DrawFn) -> UibStridedSpec:
+    """Strided UIB, odd input sizes included, with either carrier where the row allows it."""
+    n, h, w, expand = draw(BATCHES), draw(SIDES), draw(SIDES), draw(st.integers(1, 4))
+    pre_k, post_k = draw(DEPTHWISE_K), draw(DEPTHWISE_K)
+    if not pre_k and not post_k:
+        pre_k = 3
+    carriers = [name for name, k in (("post", post_k), ("pre", pre_k)) if k]
+    return UibStridedSpec(
+        n=n,
+        ic=channels(draw, n * h * w * expand),
+        oc=channels(draw, n * h * w),
+        h=h,
+        w=w,
+        expand=expand,
+        pre_k=pre_k,
+        post_k=post_k,
+        carrier=draw(st.sampled_from(carriers)),
+        pre_act=draw(PRE_ACTS),
+    )
+
+
+@st.composite
+def stem(draw: st.DrawFn) -> StemSpec:
+    """Stem in both paddings, with and without the input's cotangent."""
+    n, h, w = draw(BATCHES), draw(SIDES), draw(SIDES)
+    return StemSpec(
+        n=n,
+        h=h,
+        w=w,
+        ic=draw(st.integers(1, 4)),
+        oc=channels(draw, n * h * w),
+        padding=draw(st.sampled_from(("symmetric", "xla_same"))),
+        dx=draw(st.booleans()),
+    )
+
+
+@st.composite
+def fused(draw: st.DrawFn) -> FusedSpec:
+    """Fused stage with relu or swish."""
+    n, h, w = draw(BATCHES), draw(SIDES), draw(SIDES)
+    return FusedSpec(
+        n=n,
+        h=h,
+        w=w,
+        ic=channels(draw, 4 * n * h * w),
+        mid=channels(draw, n * h * w),
+        oc=channels(draw, n * h * w),
+        k=draw(st.sampled_from((1, 3, 5))),
+        act=draw(st.sampled_from(("relu", "swish"))),
+    )
+
+
+@st.composite
+def head(draw: st.DrawFn) -> HeadSpec:
+    """Head, pooling first or last, with one or two stages."""
+    n, h, w = draw(BATCHES), draw(SIDES), draw(SIDES)
+    pool_first = draw(st.booleans())
+    return HeadSpec(
+        n=n,
+        h=h,
+        w=w,
+        ic=channels(draw, n * h * w),
+        mid=channels(draw, n * h * w),
+        oc=channels(draw, n * h * w) if pool_first or draw(st.booleans()) else 0,
+        classes=draw(st.integers(1, 12)),
+        pool_first=pool_first,
+    )
+
+
+@st.composite
+def mobilenetv4(draw: st.DrawFn) -> MobileNetV4Spec:
+    """Short nets: two to five rows whose channels match, so that composition is fuzzed."""
+    width = st.integers(1, 6)
+    ic = draw(width)
+    rows: list[Row] = []
+    for _ in range(draw(st.integers(2, 5))):
+        if rows and rows[-1].stride == 1 and draw(st.booleans()):
+            rows.append(rows[-1])  # a neighbour of the same shape, whose weights could be taken for its own
+            continue
+        stride = draw(st.sampled_from((1, 2)))
+        pre_k, post_k = draw(DEPTHWISE_K), draw(DEPTHWISE_K)
+        oc = ic
+        if stride == 2:
+            oc = draw(width)
+            pre_k = pre_k if pre_k or post_k else 3
+        rows.append(Row(ic, oc, draw(st.integers(1, 3)), pre_k, post_k, stride))
+        ic = oc
+    return MobileNetV4Spec(
+        n=draw(st.integers(1, 4)),
+        h=draw(st.integers(1, 24)),
+        w=draw(st.integers(1, 24)),
+        rows=tuple(rows),
+        image=draw(st.integers(1, 3)),
+        stem=draw(width),
+        fused=draw(width),
+        mid=draw(width),
+        oc=draw(width),
+        classes=draw(st.integers(2, 10)),
     )
 
 
 SPECS: dict[str, Callable[[], st.SearchStrategy[Spec]]] = {
     "uib": uib,
+    "uib_s2": uib_s2,
+    "stem": stem,
+    "fused": fused,
+    "head": head,
+    "mobilenetv4": mobilenetv4,
 }
 """Block name -> strategy for its spec."""

@@ -12,6 +12,11 @@ from diffgrad.specs import Spec
 
 CHAINS: dict[str, Callable[[Any], Chain]] = {
     "uib": mobilenetv4.uib,
+    "uib_s2": mobilenetv4.uib_s2,
+    "stem": mobilenetv4.stem,
+    "fused": mobilenetv4.fused,
+    "head": mobilenetv4.head,
+    "mobilenetv4": mobilenetv4.mobilenetv4,
 }
 
 

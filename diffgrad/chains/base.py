@@ -33,11 +33,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Chain:
-    """The links of a block in forward order, from the input site to the output site."""
+    """The links of a block in forward order, from the input site to the output site.
+
+    ``input_cotangent`` is empty where the backward ends before the input. ``deep`` chains are nets, whose end-to-end
+    bars come from noise instead of worst cases.
+    """
 
     links: tuple[Link, ...]
     input: str
     input_cotangent: str
+    deep: bool = False
 
     @property
     def output(self) -> str:
@@ -50,8 +55,9 @@ class Chain:
         return tuple(node for link in self.links for node in link.feeds)
 
     def cotangents(self) -> dict[str, str]:
-        """Site -> the documents' name of the cotangent there, the input site first."""
-        return {self.input: self.input_cotangent} | {link.writes: link.cotangent for link in self.links}
+        """Site -> the documents' name of the cotangent there, the input site first (if its cotangent is asked for)."""
+        first = {self.input: self.input_cotangent} if self.input_cotangent else {}
+        return first | {link.writes: link.cotangent for link in self.links}
 
 
 def fill(table: Iterable[Link], present: dict[str, bool]) -> tuple[Link, ...]:
@@ -67,4 +73,23 @@ def fill(table: Iterable[Link], present: dict[str, bool]) -> tuple[Link, ...]:
             stands_for[link.writes] = reads[0]
         else:
             links.append(replace(link, reads=reads))
+            stands_for.pop(link.writes, None)
     return tuple(links)
+
+
+def renamed(chain: Chain, prefix: str, first: str, last: str) -> tuple[Link, ...]:
+    """A block's links inside a net: its input site is called ``first``, its output ``last``, the rest is prefixed."""
+
+    def site(name: str) -> str:
+        return {chain.input: first, chain.output: last}.get(name, prefix + name)
+
+    return tuple(
+        replace(
+            link,
+            reads=tuple(site(s) for s in link.reads),
+            writes=site(link.writes),
+            cotangent=f"dy_{last}" if link.writes == chain.output else prefix + link.cotangent,
+            feeds=tuple(prefix + name for name in link.feeds),
+        )
+        for link in chain.links
+    )

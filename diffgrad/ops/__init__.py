@@ -1,8 +1,27 @@
 """The op records: one file per family, holding that family's forward, VJPs and bars."""
 
+from diffgrad.ops.activation import Relu, Relu6, Swish
 from diffgrad.ops.base import Op, Vjp
 from diffgrad.ops.conv import Conv2d, Depthwise
-from diffgrad.ops.elementwise import Add, Copy, DropPath, Relu
+from diffgrad.ops.dense import Dense, Flatten, GlobalAveragePool
+from diffgrad.ops.elementwise import Add, Copy, DropPath
+from diffgrad.ops.loss import SmoothedCrossEntropy
 from diffgrad.ops.norm import BatchNorm
 
-__all__ = ["Add", "BatchNorm", "Conv2d", "Copy", "Depthwise", "DropPath", "Op", "Relu", "Vjp"]
+__all__ = [
+    "Add",
+    "BatchNorm",
+    "Conv2d",
+    "Copy",
+    "Dense",
+    "Depthwise",
+    "DropPath",
+    "Flatten",
+    "GlobalAveragePool",
+    "Op",
+    "Relu",
+    "Relu6",
+    "SmoothedCrossEntropy",
+    "Swish",
+    "Vjp",
+]

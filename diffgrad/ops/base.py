@@ -26,9 +26,6 @@ class Op(ABC):
     Inputs and parameters arrive in canonical layout: activations NCHW, kernels OIHW, depthwise kernels [C,1,kH,kW].
     """
 
-    materialised = False
-    """True where compilers store the result and read it back, so that consumers never recompute it."""
-
     @abstractmethod
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         """The analytic forward map; also evaluated in complex128 by the certification."""
@@ -41,8 +38,15 @@ class Op(ABC):
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         """The cotangents for the upstream cotangent ``dy``, each with its bar."""
 
-    def looser(self) -> dict[str, Op]:
-        """Cheaper algorithms that libraries use for this op, by name: the same op with wider bars."""
+    def stored(self, ps: tuple[Bounded, ...]) -> tuple[bool, bool]:
+        """Whether compilers store the result (forward, input-VJP) and read it back, instead of recomputing it."""
+        return False, False
+
+    def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
+        """Cheaper algorithms that would explain a recorded result ``y``, by name: each as an op with bars of its own.
+
+        A model must be held to what the run shows of it; one that merely widens the bars would swallow real faults.
+        """
         return {}
 
     @property

@@ -99,7 +99,6 @@ class Conv2d(Op):
 
     stride: int = 1
     padding: Padding = "symmetric"
-    materialised = True
 
     def geometry(self, x: tuple[int, ...], w: tuple[int, ...]) -> _Geometry:
         """Axes for an input of shape ``x`` [N,C,H,W] and a kernel of shape ``w``."""
@@ -127,6 +126,11 @@ class Conv2d(Op):
         """Most products in one output element, and in one input-cotangent element."""
         taps = w[2] * w[3]
         return w[1] * taps, w[0] * taps
+
+    def stored(self, ps: tuple[Bounded, ...]) -> tuple[bool, bool]:
+        """Sums are stored; a convolution of a single product is fused like any multiplication."""
+        forward, backward = self._fan(ps[0].val.shape)
+        return forward > 1, backward > 1
 
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         x, w = xs[0], ps[0]

@@ -1,42 +1,13 @@
-"""relu, copy, add and the drop-path site: elementwise links (FORMULAS section 1)."""
+"""copy, add and the drop-path site: the wiring of residual blocks (FORMULAS section 1)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from diffgrad.bars import Bounded, add, lift
+from diffgrad.bars import Bounded, add
 from diffgrad.ops.base import Numbers, Op, Vjp
-
-
-def masked(dy: Bounded, z: Bounded, inside: NDArray[np.bool_]) -> Bounded:
-    """dy where ``inside``, else 0; exact where the mask is certain.
-
-    A kink at 0 is certain where |z| exceeds z's bound. Where it is not, the bar widens by the whole contribution.
-    """
-    val = np.where(inside, dy.val, 0.0)
-    uncertain = (np.abs(z.val) <= z.err) & (z.err > 0)
-    # A kernel that multiplies by the mask turns an infinite dy into NaN even where the mask is 0.
-    return lift(val, np.where(uncertain, dy.mag, np.where(inside | np.isinf(dy.err), dy.err, 0.0)), dy.p)
-
-
-@dataclass(frozen=True)
-class Relu(Op):
-    """max(x, 0), one-sided: the derivative at exactly 0 is 0."""
-
-    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
-        return np.where(xs[0].real > 0, xs[0], 0.0)
-
-    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
-        z = xs[0]
-        # 1-Lipschitz; an element that is negative by more than its bound stays at 0.
-        return lift(np.maximum(z.val, 0.0), np.where(z.val + z.err <= 0, 0.0, z.err), z.p)
-
-    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
-        z = xs[0]
-        return Vjp((masked(dy, z, z.val > 0),), ())
 
 
 @dataclass(frozen=True)

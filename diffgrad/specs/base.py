@@ -1,4 +1,4 @@
-"""Block specifications: the rows of the documents' tables, and the tensors that each row implies.
+"""What every block specification is: sizes, and the tensors that follow from them.
 
 A spec is the only place where a block's sizes live. Its tensors (inputs, parameters, upstream cotangent) are derived
 from it, so widths that disagree with their row cannot be built.
@@ -6,11 +6,11 @@ from it, so widths that disagree with their row cannot be built.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import msgspec
 
-Role = Literal["input", "kernel", "gamma", "beta", "drop", "cotangent"]
+Role = Literal["input", "kernel", "matrix", "gamma", "beta", "drop", "target", "cotangent"]
 
 
 EPS = 1e-5
@@ -65,6 +65,13 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if getattr(self, field) < low:
             raise CaseError(f"{self.kind}.{field} = {getattr(self, field)}: must be at least {low}")
 
+    def odd(self, field: str, absent: bool = False) -> None:
+        """Raise CaseError unless ``field`` is an odd kernel size, or 0 where the convolution may be absent."""
+        k = getattr(self, field)
+        if not (k == 0 and absent) and (k < 1 or k % 2 == 0):
+            choice = "0 (no depthwise) or odd" if absent else "odd"
+            raise CaseError(f"{self.kind}.{field} = {k}: must be {choice}, since symmetric padding needs a centre")
+
     def one_of(self, field: str, allowed: tuple[object, ...]) -> None:
         """Raise CaseError unless ``field`` is one of ``allowed``."""
         if getattr(self, field) not in allowed:
@@ -83,13 +90,21 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Shape of the block output and of the upstream cotangent."""
         raise NotImplementedError
 
+    def differentiated(self) -> tuple[str, ...]:
+        """Tensors whose gradients are asked for: the input and every parameter."""
+        return (self.input().name, *(t.name for t in self.parameters()))
+
+    def fewest_statistics(self) -> int:
+        """The fewest values over which any of the block's batch norms takes its statistics."""
+        return self.n * self.h * self.w
+
     def constants(self) -> tuple[Tensor, ...]:
         """Tensors that the block reads but does not differentiate (drop masks)."""
         return ()
 
     def kernels(self) -> frozenset[str]:
         """Names of the convolution kernels, [O,I,kH,kW]; a depthwise one is [C,1,kH,kW]."""
-        return frozenset(t.name for t in self.parameters() if t.role == "kernel")
+        return frozenset(t.name for t in self.parameters() if len(t.shape) == 4)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything a case must supply: input, parameters, constants and the upstream cotangent ``dy``."""
@@ -102,60 +117,6 @@ def bn_pair(stem: str, channels: int) -> tuple[Tensor, Tensor]:
     return Tensor(f"{stem}g", (channels,), "gamma"), Tensor(f"{stem}bt", (channels,), "beta")
 
 
-class UibSpec(Spec, frozen=True, kw_only=True, tag="uib"):
-    """Universal inverted bottleneck, stride 1, identity skip (FORMULAS section 2).
-
-    ``c`` channels in and out, ``c * expand`` in the middle; ``pre_k`` and ``post_k`` are the depthwise kernel sizes,
-    0 where the depthwise is absent; ``drop`` is the stochastic-depth site on the branch, if any.
-    """
-
-    c: int
-    expand: int = 1
-    pre_k: int = 0
-    post_k: int = 0
-    drop: Drop | None = None
-
-    @property
-    def mid(self) -> int:
-        """Expanded channels."""
-        return self.c * self.expand
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("c", 1)
-        self.at_least("expand", 1)
-        for field in ("pre_k", "post_k"):
-            k = getattr(self, field)
-            if k < 0 or (k > 0 and k % 2 == 0):
-                raise CaseError(
-                    f"uib.{field} = {k}: must be 0 (no depthwise) or odd, since symmetric padding keeps the map's "
-                    "size only for odd kernels"
-                )
-        check_drop("uib.drop", self.drop, self.n)
-
-    def input(self) -> Tensor:
-        return Tensor("x", (self.n, self.c, self.h, self.w), "input")
-
-    def output_shape(self) -> tuple[int, ...]:
-        return (self.n, self.c, self.h, self.w)
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        c, mid = self.c, self.mid
-        pre = (Tensor("qW", (c, 1, self.pre_k, self.pre_k), "kernel"), *bn_pair("q", c)) if self.pre_k else ()
-        post = (Tensor("dW", (mid, 1, self.post_k, self.post_k), "kernel"), *bn_pair("d", mid)) if self.post_k else ()
-        return (
-            *pre,
-            Tensor("eW", (mid, c, 1, 1), "kernel"),
-            *bn_pair("e", mid),
-            *post,
-            Tensor("pW", (c, mid, 1, 1), "kernel"),
-            *bn_pair("p", c),
-        )
-
-    def constants(self) -> tuple[Tensor, ...]:
-        return (Tensor("drop", (self.n,), "drop"),) if self.drop else ()
-
-
 def check_drop(field: str, drop: Drop | None, n: int) -> None:
     """Raise CaseError when a drop site does not fit a batch of n."""
     if drop is None:
@@ -164,10 +125,3 @@ def check_drop(field: str, drop: Drop | None, n: int) -> None:
         raise CaseError(f"{field}.keep = {drop.keep}: must be above 0 and at most 1")
     if len(drop.kept) != n:
         raise CaseError(f"{field}.kept has {len(drop.kept)} flags: must have one per example, and n = {n}")
-
-
-AnySpec = UibSpec
-"""Every block that a case may name (a union once there is more than one)."""
-
-BLOCKS: dict[str, type[Spec]] = {str(t.__struct_config__.tag): t for t in (get_args(AnySpec) or (AnySpec,))}
-"""Block name -> spec type: the table that strategies, chains and adapters are held against."""

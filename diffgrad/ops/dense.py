@@ -1,0 +1,71 @@
+"""dense, global average pooling and the relabelling between them (FORMULAS section 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from diffgrad.bars import Bounded, bilinear, scale, total
+from diffgrad.ops.base import Numbers, Op, Vjp
+
+
+@dataclass(frozen=True)
+class Dense(Op):
+    """y = xW + b over the last axis of x [..., in]. Parameters: W [in,out], b [out]."""
+
+    def stored(self, ps: tuple[Bounded, ...]) -> tuple[bool, bool]:
+        inputs, outputs = ps[0].val.shape
+        return inputs > 1, outputs > 1
+
+    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
+        return np.asarray(xs[0] @ ps[0] + ps[1])
+
+    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
+        x, w = xs[0], ps[0]
+        product = bilinear(lambda a, b: np.asarray(a @ b), x, w, w.val.shape[0])
+        bias = ps[1].reshape(*(1,) * (x.val.ndim - 1), -1)
+        # The bias may be added first, or last: one more term in the sum either way.
+        return (product + bias).widen(x.p.u * bias.mag)
+
+    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
+        x, w = xs[0], ps[0]
+        inputs, outputs = w.val.shape
+        rows = dy.val.size // outputs
+        dx = bilinear(lambda a, b: np.asarray(a @ b.T), dy, w, outputs)
+        flat_x, flat_dy = x.reshape(rows, inputs), dy.reshape(rows, outputs)
+        dw = bilinear(lambda a, b: np.asarray(a.T @ b), flat_x, flat_dy, rows)
+        return Vjp((dx,), (dw, total(flat_dy, (0,)).reshape(-1)))
+
+
+@dataclass(frozen=True)
+class GlobalAveragePool(Op):
+    """Mean over the map, [N,C,H,W] -> [N,C,1,1]; its backward spreads dy/(H*W) and reads no input."""
+
+    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
+        return np.asarray(xs[0].mean((2, 3), keepdims=True))
+
+    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
+        h, w = xs[0].val.shape[2:]
+        return scale(total(xs[0], (2, 3)), 1.0 / (h * w), roundings=2.0 if h * w > 1 else 0.0)
+
+    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
+        shape = xs[0].val.shape
+        n = shape[2] * shape[3]
+        d = scale(dy, 1.0 / n, roundings=2.0 if n > 1 else 0.0)
+        spread = Bounded(np.broadcast_to(d.val, shape), np.broadcast_to(d.err, shape), d.p)
+        return Vjp((spread,), ())
+
+
+@dataclass(frozen=True)
+class Flatten(Op):
+    """[N,C,1,1] read as [N,C]: a relabelling, exact."""
+
+    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
+        return xs[0].reshape(xs[0].shape[0], -1)
+
+    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
+        return xs[0].reshape(xs[0].val.shape[0], -1)
+
+    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
+        return Vjp((dy.reshape(*xs[0].val.shape),), ())

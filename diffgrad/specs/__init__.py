@@ -1,0 +1,32 @@
+"""Block specifications: the rows of the documents' tables, and the tensors that each row implies."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from diffgrad.specs.base import EPS, CaseError, Drop, Role, Spec, Tensor
+from diffgrad.specs.mobilenetv4 import FusedSpec, HeadSpec, StemSpec, UibSpec, UibStridedSpec
+from diffgrad.specs.mobilenetv4_net import MobileNetV4Spec
+
+AnySpec = UibSpec | UibStridedSpec | StemSpec | FusedSpec | HeadSpec | MobileNetV4Spec
+"""Every block and net that a case may name."""
+
+BLOCKS: dict[str, type[Spec]] = {str(t.__struct_config__.tag): t for t in get_args(AnySpec)}
+"""Block name -> spec type: the table that strategies, chains and adapters are held against."""
+
+__all__ = [
+    "BLOCKS",
+    "EPS",
+    "AnySpec",
+    "CaseError",
+    "Drop",
+    "FusedSpec",
+    "HeadSpec",
+    "MobileNetV4Spec",
+    "Role",
+    "Spec",
+    "StemSpec",
+    "Tensor",
+    "UibSpec",
+    "UibStridedSpec",
+]
