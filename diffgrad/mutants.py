@@ -9,8 +9,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from diffgrad.adapters.base import Tap
@@ -18,7 +19,7 @@ from diffgrad.adapters.numpy import AnyUib, Floats, NumpyAdapter, Var
 from diffgrad.case import Case
 from diffgrad.chains import chain_of
 from diffgrad.check import Quantity, check_run
-from diffgrad.specs import UibSpec
+from diffgrad.specs import FusedSpec, HeadSpec, MobileNetV4Spec, StemSpec, UibSpec, UibStridedSpec
 from diffgrad.strategies import cases, sample
 
 
@@ -136,6 +137,84 @@ class _MeanOverBatch(NumpyAdapter):
         return np.asarray(dw / dw.dtype.type(batch))
 
 
+class _StrideMisplaced(NumpyAdapter):
+    def strides(self, b: AnyUib) -> tuple[int, int]:
+        pre, post = super().strides(b)
+        return (post, pre) if b.pre_k and b.post_k else (pre, post)
+
+
+class _StridedSkip(NumpyAdapter):
+    def uib_s2(self, b: UibStridedSpec, t: dict[str, Var], tap: Tap) -> Var:
+        v = super().uib_s2(b, t, tap)
+        return self.add(v, self.halve(t["x"])) if b.ic == b.oc else v
+
+    def halve(self, x: Var) -> Var:
+        def pull(dy: Floats) -> tuple[Floats]:
+            dx = np.zeros_like(x.value)
+            dx[:, :, ::2, ::2] = dy
+            return (dx,)
+
+        return Var(x.value[:, :, ::2, ::2], (x,), pull)
+
+
+class _DepthwiseSame(NumpyAdapter):
+    def depthwise(self, x: Var, w: Var, stride: int = 1, padding: str = "symmetric") -> Var:
+        return super().depthwise(x, w, stride, "xla_same")
+
+
+class _StemPadding(NumpyAdapter):
+    def stem(self, b: StemSpec, t: dict[str, Var], tap: Tap) -> Var:
+        other: Literal["symmetric", "xla_same"] = "xla_same" if b.padding == "symmetric" else "symmetric"
+        return super().stem(msgspec.structs.replace(b, padding=other), t, tap)
+
+
+class _FusedAct(NumpyAdapter):
+    def fused_act(self, b: FusedSpec, v: Var) -> Var:
+        return self.relu(v) if b.act == "swish" else self.swish(v)
+
+
+class _FusedMasked(NumpyAdapter):
+    def fused_end(self, v: Var) -> Var:
+        return self.relu(v)
+
+
+class _PoolMisplaced(NumpyAdapter):
+    def pools_first(self, b: HeadSpec) -> bool:
+        return not b.pool_first
+
+
+class _RowsSwapped(NumpyAdapter):
+    """The first two neighbours of the same shape have each other's weights."""
+
+    def mobilenetv4(self, b: MobileNetV4Spec, t: dict[str, Var], tap: Tap) -> Var:
+        for k, (row, after) in enumerate(zip(b.rows, b.rows[1:], strict=False), 1):
+            if row == after:
+                mine, next_ = f"u{k}", f"u{k + 1}"
+                names = [p.name for p in row.spec(b.n, 1, 1).parameters()]
+                swapped = {mine + n: t[next_ + n] for n in names} | {next_ + n: t[mine + n] for n in names}
+                return super().mobilenetv4(b, t | swapped, tap)
+        return super().mobilenetv4(b, t, tap)
+
+
+class _LossNotAveraged(NumpyAdapter):
+    def loss_back(self, p: Floats, t: Floats) -> Floats:
+        return np.asarray(p - t)
+
+
+class _Unsmoothed(NumpyAdapter):
+    def cross_entropy(self, z: Var, t: Floats) -> Var:
+        return super().cross_entropy(z, (t == t.max(-1, keepdims=True)).astype(t.dtype))
+
+
+class _StridedPre0(NumpyAdapter):
+    """A row without a pre-depthwise gets one all the same: a 3x3 box, before anything else."""
+
+    def pre(self, b: AnyUib, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+        if b.pre_k:
+            return super().pre(b, t, tap, v)
+        return self.depthwise(v, Var(np.full((v.value.shape[1], 1, 3, 3), 1 / 9, v.value.dtype)))
+
+
 class _PartPerThousand(NumpyAdapter):
     def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats) -> tuple[Floats, Floats]:
         gain, shift = super().bn_nodes(dy, dx, normed)
@@ -178,6 +257,41 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "batch_mean", "gradient of the mean over the batch", _MeanOverBatch, ("conv2d gradient", "depthwise gradient")
     ),
+    Mutant("pre_although_0", "pre-DW run although k = 0", _StridedPre0, ("conv2d@ec activation",), ("uib", "uib_s2")),
+    Mutant(
+        "stride_misplaced",
+        "the stride on the wrong depthwise",
+        _StrideMisplaced,
+        ("depthwise@qc activation",),
+        ("uib_s2",),
+    ),
+    Mutant("strided_skip", "a skip on a stride-2 row", _StridedSkip, ("batchnorm@out activation",), ("uib_s2",)),
+    Mutant("depthwise_same", "XLA-SAME for symmetric padding", _DepthwiseSame, ("depthwise activation",), ("uib_s2",)),
+    Mutant("stem_padding", "the stem's other padding", _StemPadding, ("conv2d@sc activation",), ("stem",)),
+    Mutant("fused_act", "swish for relu in the fused stage and the reverse", _FusedAct, ("relu", "swish"), ("fused",)),
+    Mutant("fused_masked", "a mask at the fused stage's end", _FusedMasked, ("batchnorm@out activation",), ("fused",)),
+    Mutant(
+        "pool_misplaced",
+        "GAP on the other side of conv_head",
+        _PoolMisplaced,
+        ("globalaveragepool@pool", "conv2d@hc"),
+        ("head",),
+    ),
+    Mutant(
+        "rows_swapped",
+        "a row's weights in its neighbour of the same shape",
+        _RowsSwapped,
+        ("depthwise activation", "conv2d activation"),
+        ("mobilenetv4",),
+    ),
+    Mutant(
+        "loss_not_averaged",
+        "the loss cotangent not divided by B",
+        _LossNotAveraged,
+        ("smoothedcrossentropy cotangent",),
+        ("mobilenetv4",),
+    ),
+    Mutant("unsmoothed", "targets unsmoothed", _Unsmoothed, ("smoothedcrossentropy activation",), ("mobilenetv4",)),
     Mutant("part_per_thousand", "gamma's gradient off by 0.1%", _PartPerThousand, ("batchnorm gradient",)),
 )
 

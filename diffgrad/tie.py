@@ -71,7 +71,7 @@ def tie(spec: AnySpec, runner: Runner, seed: int = 0) -> Iterator[tuple[str, Tie
         for dtype in _PASSES:
             # The loss itself is what is differentiated, so its cotangent is 1.
             case = Case(block=spec, dtype=dtype, values=Values("normal", seed), overrides={"dy": {"0": 1.0}})
-            judgement = judge(next(iter(runner.run([case.check()], [name]))), about.mode)
+            judgement = judge(next(iter(runner.run([case.check()], [name], quick=False))), about.mode)
             verdicts[dtype] = judgement.verdict
             if judgement.report is None:
                 complaints.append(f"{dtype}: {judgement.sentence}")

@@ -62,11 +62,12 @@ def uib_s2(draw: st.DrawFn) -> UibStridedSpec:
     pre_k, post_k = draw(DEPTHWISE_K), draw(DEPTHWISE_K)
     if not pre_k and not post_k:
         pre_k = 3
+    ic = channels(draw, n * h * w * expand)
     carriers = [name for name, k in (("post", post_k), ("pre", pre_k)) if k]
     return UibStridedSpec(
         n=n,
-        ic=channels(draw, n * h * w * expand),
-        oc=channels(draw, n * h * w),
+        ic=ic,
+        oc=ic if draw(st.booleans()) else channels(draw, n * h * w),
         h=h,
         w=w,
         expand=expand,
