@@ -23,6 +23,8 @@ from diffgrad.replay import entries_at
 from diffgrad.replay import replay as replay_entries
 from diffgrad.specs import BLOCKS, CaseError
 from diffgrad.strategies.cases import DTYPES
+from diffgrad.tie import NETS, Tied, net_spec
+from diffgrad.tie import tie as tie_net
 from diffgrad.worker import InProcess, Runner, WorkerError, Workers
 
 P = ParamSpec("P")
@@ -146,6 +148,33 @@ def replay(
     }
     _write(json, report)
     if changed:
+        raise typer.Exit(1)
+
+
+@app.command()
+@_one_sentence
+def tie(
+    net: Annotated[str, typer.Argument(help=f"The net: {', '.join(NETS)}.")],
+    image: Annotated[int, typer.Option(help="Height and width of the image.")] = 64,
+    batch: Annotated[int, typer.Option(help="Examples in the batch.")] = 8,
+    classes: Annotated[int, typer.Option(help="Classes of the classifier.")] = 1000,
+    adapter: Adapters = None,
+    seed: Annotated[int, typer.Option(help="Seed of the values.")] = 0,
+    json: JsonFile = None,
+) -> None:
+    """Hold every parameter gradient and cotangent of a documented net, at its true widths, in every framework."""
+    names = _chosen("--adapter", adapter, tuple(ADAPTERS), FRAMEWORKS)
+    spec = net_spec(net, image, batch, classes)
+    _probe(json)
+    nodes = len(spec.parameters())
+    results: dict[str, Tied] = {}
+    with _runner(names, False, advice=adapter is None) as runner:
+        for name, tied in tie_net(spec, runner, seed):
+            results[name] = tied
+            show.tied(net, nodes, name, tied)
+    report = {"net": net, "nodes": nodes, "adapters": {name: msgspec.to_builtins(t) for name, t in results.items()}}
+    _write(json, report)
+    if any(t.tied != nodes or t.wrong for t in results.values()):
         raise typer.Exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,13 @@ from diffgrad.campaign import Tally
 from diffgrad.certify import Certificate
 from diffgrad.mutants import Kill
 from diffgrad.replay import Replayed
+from diffgrad.tie import Tied
 from diffgrad.worker import About
 
-_out = Console(highlight=False, soft_wrap=True)
+# A pipe has no width of its own; tables keep theirs.
+_out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+
+_MOST_COMPLAINTS = 10
 
 
 @contextmanager
@@ -83,6 +88,19 @@ def fuzz(result: Mapping[str, Any], abouts: Mapping[str, About], interrupted: bo
     elif result["cases"]:
         _out.print("[bold green]No fault found[/]: every link of every run lies within its derived error bar.")
     _out.print(f"Again with the same cases: --seed {result['seed']}")
+
+
+def tied(net: str, nodes: int, name: str, result: Tied) -> None:
+    """One framework's net."""
+    colour = "green" if result.tied == nodes and not result.wrong else "bold red"
+    _out.print(
+        f"{net} in {name}: [{colour}]{result.tied} of {nodes} nodes tied[/], {result.links_checked} links, worst "
+        f"error/bar {result.max_err_over_bar:.3f}, {100 * result.vacuous_share:.2f}% vacuous, {result.wall_s:.0f} s"
+    )
+    for complaint in result.wrong[:_MOST_COMPLAINTS]:
+        _out.print(f"    {complaint}")
+    if len(result.wrong) > _MOST_COMPLAINTS:
+        _out.print(f"    and {len(result.wrong) - _MOST_COMPLAINTS} more (all are in --json)")
 
 
 def doctor(report: Mapping[str, Any]) -> None:

@@ -7,13 +7,13 @@ end. A node is tied when its gradient is within its bar every time. The net is d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from diffgrad.case import Case, Dtype
 from diffgrad.check import Quantity
-from diffgrad.judge import judge
+from diffgrad.judge import Judgement, judge
 from diffgrad.specs import AnySpec, CaseError, MobileNetV4Spec
 from diffgrad.values import Values
 from diffgrad.worker import Runner
@@ -60,50 +60,45 @@ def net_spec(name: str, image: int, batch: int, classes: int) -> AnySpec:
 
 
 def tie(spec: AnySpec, runner: Runner, seed: int = 0) -> Iterator[tuple[str, Tied]]:
-    """Run and check the net in each of the runner's frameworks, one after the other."""
+    """Run and check the net in all of the runner's frameworks; each is yielded when both its passes are checked."""
     nodes = [t.name for t in spec.parameters()]
-    for name, about in runner.about().items():
-        started = time.monotonic()
-        quantities: list[Quantity] = []
-        verdicts: dict[str, str] = {}
-        complaints: list[str] = []
-        links = 0
-        for dtype in _PASSES:
-            # The loss itself is what is differentiated, so its cotangent is 1.
-            case = Case(block=spec, dtype=dtype, values=Values("normal", seed), overrides={"dy": {"0": 1.0}})
-            judgement = judge(next(iter(runner.run([case.check()], [name], quick=False))), about.mode)
-            verdicts[dtype] = judgement.verdict
-            if judgement.report is None:
-                complaints.append(f"{dtype}: {judgement.sentence}")
-                continue
-            links += judgement.report.links
-            quantities += judgement.report.quantities
-            complaints += [f"{dtype}: {q.sentence()}" for q in judgement.report.quantities if q.verdict != "ok"]
-        yield name, _tied(nodes, quantities, complaints, links, verdicts, time.monotonic() - started)
+    abouts = runner.about()
+    started = time.monotonic()
+    passes: dict[str, dict[str, Judgement]] = {name: {} for name in abouts}
+    # The loss itself is what is differentiated, so its cotangent is 1.
+    cases = [
+        Case(block=spec, dtype=dtype, values=Values("normal", seed), overrides={"dy": {"0": 1.0}}).check()
+        for dtype in _PASSES
+    ]
+    for answer in runner.run(cases, quick=False):
+        name = answer.adapter
+        passes[name][answer.case.dtype] = judge(answer, abouts[name].mode)
+        if len(passes[name]) == len(cases):
+            yield name, _tied(nodes, passes[name], time.monotonic() - started)
 
 
-def _tied(
-    nodes: Sequence[str],
-    quantities: Sequence[Quantity],
-    complaints: Sequence[str],
-    links: int,
-    verdicts: dict[str, str],
-    wall_s: float,
-) -> Tied:
-    seen: dict[str, set[str]] = {}
+def _tied(nodes: Sequence[str], passes: Mapping[str, Judgement], wall_s: float) -> Tied:
+    complaints: list[str] = []
+    quantities: list[Quantity] = []
+    for dtype, judgement in passes.items():
+        if judgement.report is None:
+            complaints.append(f"{dtype}: {judgement.sentence}")
+            continue
+        quantities += judgement.report.quantities
+        complaints += [f"{dtype}: {q.sentence()}" for q in judgement.report.quantities if q.verdict != "ok"]
+    gradients: dict[str, list[str]] = {node: [] for node in nodes}
     for q in quantities:
-        if q.what == "gradient":
-            seen.setdefault(q.name, set()).add(q.verdict)
-    complete = len(verdicts) == sum(
-        v in ("ok", "wrong", "nonfinite") or v.startswith("lossy") for v in verdicts.values()
-    )
+        if q.what == "gradient" and q.name in gradients:
+            gradients[q.name].append(q.verdict)
+    reports = [j.report for j in passes.values() if j.report is not None]
     elements = sum(q.elements for q in quantities)
     return Tied(
-        tied=sum(complete and seen.get(node) == {"ok"} for node in nodes),
+        # Every pass, and in float64 both checks, must have looked at the node and found it right.
+        tied=sum(len(v) == len(passes) + 1 and set(v) == {"ok"} for v in gradients.values()),
         wrong=tuple(complaints),
         max_err_over_bar=max((q.ratio for q in quantities), default=0.0),
-        links_checked=links,
+        links_checked=sum(r.links for r in reports),
         vacuous_share=sum(q.vacuous for q in quantities) / elements if elements else 0.0,
-        verdicts=verdicts,
+        verdicts={dtype: j.verdict for dtype, j in passes.items()},
         wall_s=wall_s,
     )

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import execnet
 import msgspec
+from threadpoolctl import threadpool_limits
 
 from diffgrad.adapters.base import Adapter
 from diffgrad.adapters.registry import ADAPTERS, load
@@ -213,6 +214,8 @@ class Workers:
         self._workers = {n: Worker(n, self._queue, Path(self._tmp.name), python) for n in names}
 
     def __enter__(self) -> Workers:
+        # The workers have the other cores; BLAS threads that wait for each other on shared ones only cost.
+        self._one_thread = threadpool_limits(1)
         try:
             for w in self._workers.values():
                 w.begin()
@@ -275,6 +278,7 @@ class Workers:
             if w.generation:
                 w.kill()
         self._tmp.cleanup()
+        self._one_thread.restore_original_limits()
 
 
 class InProcess:
