@@ -15,7 +15,21 @@ from jax import lax
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap
 from diffgrad.adapters.layout import from_nhwc, to_nhwc
 from diffgrad.case import Case
-from diffgrad.specs import EPS, FusedSpec, HeadSpec, MobileNetV4Spec, Spec, StemSpec, UibSpec, UibStridedSpec
+from diffgrad.specs import (
+    EPS,
+    ConvNeXtDownSpec,
+    ConvNeXtHeadSpec,
+    ConvNeXtNetSpec,
+    ConvNeXtSpec,
+    ConvNeXtStemSpec,
+    FusedSpec,
+    HeadSpec,
+    MobileNetV4Spec,
+    Spec,
+    StemSpec,
+    UibSpec,
+    UibStridedSpec,
+)
 from diffgrad.trace import Arrays, Trace
 
 Tensors = dict[str, jax.Array]
@@ -154,6 +168,48 @@ class JaxAdapter(Adapter):
         """The whole net and its loss."""
         logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
         return -jnp.sum(t["target"] * jax.nn.log_softmax(logits)) / b.n
+
+    def convnext(self, b: ConvNeXtSpec, t: Tensors, tap: Tap) -> jax.Array:
+        """ConvNeXt block."""
+        v = tap("xb", t["x"])
+        v = tap("d", _conv(v, t["dW"], groups=b.c) + t["db"])
+        v = tap("nl", _ln(v, b.norm, t["lng"], t["lnbt"]))
+        v = tap("e", _conv(v, t["exW"]) + t["exb"])
+        v = tap("g", jax.nn.gelu(v, approximate=b.act == "gelu_tanh"))
+        v = tap("p", _conv(v, t["prW"]) + t["prb"])
+        v = tap("ls", v * (t["lsg"] if b.scale == "channel" else jnp.transpose(t["lsg"], (1, 2, 0))))
+        if b.drop:
+            v = tap("pd", v * t["drop"][:, None, None, None])
+        return jnp.add(v, t["x"])
+
+    def convnext_stem(self, b: ConvNeXtStemSpec, t: Tensors, tap: Tap) -> jax.Array:
+        """Patchify, LN."""
+        v = tap("st", _conv(t["x"], t["stW"], b.k, "VALID") + t["stb"])
+        return _ln(v, b.norm, t["stng"], t["stnbt"])
+
+    def convnext_down(self, b: ConvNeXtDownSpec, t: Tensors, tap: Tap) -> jax.Array:
+        """LN, conv 2x2 stride 2."""
+        v = tap("dsn", _ln(t["x"], b.norm, t["dsng"], t["dsnbt"]))
+        return _conv(v, t["dsW"], 2, "VALID") + t["dsb"]
+
+    def convnext_head(self, b: ConvNeXtHeadSpec, t: Tensors, tap: Tap) -> jax.Array:
+        """Pooling, LN, dense."""
+        v = tap("pool", jnp.mean(t["x"], (1, 2), keepdims=True))
+        v = tap("hn", _ln(v, b.norm, t["hng"], t["hnbt"]))
+        return jnp.dot(tap("flat", v.reshape(v.shape[0], -1)), t["Wd"]) + t["bd"]
+
+    def convnext_net(self, b: ConvNeXtNetSpec, t: Tensors, tap: Tap) -> jax.Array:
+        """The whole net and its loss."""
+        logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
+        return -jnp.sum(t["target"] * jax.nn.log_softmax(logits)) / b.n
+
+
+def _ln(x: jax.Array, norm: str, g: jax.Array, b: jax.Array) -> jax.Array:
+    """Layer norm over the channels, or over the whole map with one gamma and beta."""
+    axes = (3,) if norm == "channel" else (1, 2, 3)
+    mean = jnp.mean(x, axes, keepdims=True)
+    var = jnp.var(x, axes, keepdims=True)
+    return (x - mean) * lax.rsqrt(var + EPS) * g + b
 
 
 def _conv(x: jax.Array, w: jax.Array, stride: int = 1, padding: str | None = None, groups: int = 1) -> jax.Array:

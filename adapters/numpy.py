@@ -13,10 +13,24 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
+from scipy.special import erf
 
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap
 from diffgrad.case import Case
-from diffgrad.specs import EPS, FusedSpec, HeadSpec, MobileNetV4Spec, StemSpec, UibSpec, UibStridedSpec
+from diffgrad.specs import (
+    EPS,
+    ConvNeXtDownSpec,
+    ConvNeXtHeadSpec,
+    ConvNeXtNetSpec,
+    ConvNeXtSpec,
+    ConvNeXtStemSpec,
+    FusedSpec,
+    HeadSpec,
+    MobileNetV4Spec,
+    StemSpec,
+    UibSpec,
+    UibStridedSpec,
+)
 from diffgrad.trace import Arrays, Trace
 
 Floats = NDArray[Any]
@@ -133,7 +147,7 @@ class NumpyAdapter(Adapter):
         v = tap("dn", self.bn(v, t["dg"], t["dbt"]))
         return tap("dr", self.relu(v))  # type: ignore[no-any-return]
 
-    def join(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+    def join(self, b: UibSpec | ConvNeXtSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
         """The drop site on the branch, then the skip."""
         if b.drop:
             v = tap("pd", self.scale(v, t["drop"].value))
@@ -181,6 +195,36 @@ class NumpyAdapter(Adapter):
         """The whole net and its loss."""
         logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
         return self.cross_entropy(logits, t["target"].value)
+
+    def convnext(self, b: ConvNeXtSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """ConvNeXt block."""
+        v = tap("xb", self.copy(t["x"]))
+        v = tap("d", self.bias(self.depthwise(v, t["dW"]), t["db"]))
+        v = tap("nl", self.ln(v, t["lng"], t["lnbt"], b.norm))
+        v = tap("e", self.bias(self.conv(v, t["exW"]), t["exb"]))
+        v = tap("g", self.gelu(v, b.act))
+        v = tap("p", self.bias(self.conv(v, t["prW"]), t["prb"]))
+        v = tap("ls", self.layer_scale(v, t["lsg"]))
+        return self.join(b, t, tap, v)
+
+    def convnext_stem(self, b: ConvNeXtStemSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """Patchify, LN."""
+        v = tap("st", self.bias(self.conv(t["x"], t["stW"], b.k, "valid"), t["stb"]))
+        return self.ln(v, t["stng"], t["stnbt"], b.norm)
+
+    def convnext_down(self, b: ConvNeXtDownSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """LN, conv 2x2 stride 2."""
+        v = tap("dsn", self.ln(t["x"], t["dsng"], t["dsnbt"], b.norm))
+        return self.bias(self.conv(v, t["dsW"], 2, "valid"), t["dsb"])
+
+    def convnext_head(self, b: ConvNeXtHeadSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """Pooling, LN, dense."""
+        v = tap("hn", self.ln(tap("pool", self.gap(t["x"])), t["hng"], t["hnbt"], b.norm))
+        return self.dense(tap("flat", self.flatten(v)), t["Wd"], t["bd"])
+
+    def convnext_net(self, b: ConvNeXtNetSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """The whole net and its loss."""
+        return self.cross_entropy(self.run_blocks(b.blocks(), b.boundaries(), t, tap), t["target"].value)
 
     # Primitives: value, parents, and the pull-back in the same precision.
 
@@ -257,33 +301,70 @@ class NumpyAdapter(Adapter):
         """A kernel's gradient is the *sum* over the batch."""
         return dw
 
+    def bias(self, x: Var, b: Var) -> Var:
+        """One number per channel."""
+        return Var(x.value + b.value[:, None, None], (x, b), lambda dy: (dy, dy.sum((0, 2, 3))))
+
+    def layer_scale(self, x: Var, g: Var) -> Var:
+        """gamma per channel or per element of the map."""
+        shared = (0, 2, 3) if g.value.ndim == 1 else (0,)
+        scale = g.value[:, None, None] if g.value.ndim == 1 else g.value
+        return Var(x.value * scale, (x, g), lambda dy: (self.scale_back(dy, scale), (dy * x.value).sum(shared)))
+
+    def scale_back(self, dy: Floats, scale: Floats) -> Floats:
+        return np.asarray(dy * scale)
+
+    def gelu(self, x: Var, form: str) -> Var:
+        """The tanh or the erf form."""
+        v = x.value
+        real = v.dtype.type
+        if form == "gelu_tanh":
+            k, a = real(np.sqrt(2 / np.pi)), real(0.044715)
+            t = np.tanh(k * (v + a * v * v * v))
+            slope = (1 + t) / 2 + v / 2 * (1 - t * t) * k * (1 + 3 * a * v * v)
+        else:
+            t = erf(v / real(np.sqrt(2)))
+            slope = (1 + t) / 2 + v * np.exp(-v * v / 2) / real(np.sqrt(2 * np.pi))
+        return Var(v / 2 * (1 + t), (x,), lambda dy: (dy * slope,))
+
     def bn(self, x: Var, g: Var, b: Var) -> Var:
-        """Batch norm with live statistics: mean, then the mean square of the centred values."""
-        centred = x.value - x.value.mean((0, 2, 3), keepdims=True)
-        inv_std = self.inverse_root(self.variance(centred))
+        """Batch norm with live statistics: over everything but the channel."""
+        return self.norm(x, g, b, (0, 2, 3), (0, 2, 3))
+
+    def ln(self, x: Var, g: Var, b: Var, kind: str) -> Var:
+        """Layer norm of one example: over the channels, or over the whole map with one gamma and beta."""
+        if kind == "channel":
+            return self.norm(x, g, b, (1,), (0, 2, 3))
+        return self.norm(x, g, b, (1, 2, 3), (0, 1, 2, 3))
+
+    def norm(self, x: Var, g: Var, b: Var, axes: tuple[int, ...], shared: tuple[int, ...]) -> Var:
+        """Mean, then the mean square of the centred values, over ``axes``; gamma is the same along ``shared``."""
+        centred = x.value - x.value.mean(axes, keepdims=True)
+        inv_std = self.inverse_root(self.variance(centred, axes))
         normed = centred * inv_std
         gain = g.value[:, None, None]
 
         def pull(dy: Floats) -> tuple[Floats, Floats, Floats]:
-            dx = self.bn_back(gain * dy, normed, inv_std)
-            return dx, *self.bn_nodes(dy, dx, normed)
+            dx = self.bn_back(gain * dy, normed, inv_std, axes)
+            gamma, beta = self.bn_nodes(dy, dx, normed, shared)
+            return dx, gamma.reshape(g.value.shape), beta.reshape(b.value.shape)
 
         return Var(gain * normed + b.value[:, None, None], (x, g, b), pull)
 
-    def variance(self, centred: Floats) -> Floats:
-        return np.asarray(np.mean(centred * centred, (0, 2, 3), keepdims=True))
+    def variance(self, centred: Floats, axes: tuple[int, ...]) -> Floats:
+        return np.asarray(np.mean(centred * centred, axes, keepdims=True))
 
     def inverse_root(self, variance: Floats) -> Floats:
         return np.asarray(1 / np.sqrt(variance + variance.dtype.type(EPS)))
 
-    def bn_back(self, d: Floats, normed: Floats, inv_std: Floats) -> Floats:
-        """Cotangent at the batch norm's input, for d = gamma * dy."""
-        along = (normed * d).mean((0, 2, 3), keepdims=True)
-        return np.asarray(inv_std * (d - d.mean((0, 2, 3), keepdims=True) - normed * along))
+    def bn_back(self, d: Floats, normed: Floats, inv_std: Floats, axes: tuple[int, ...]) -> Floats:
+        """Cotangent at the norm's input, for d = gamma * dy."""
+        along = (normed * d).mean(axes, keepdims=True)
+        return np.asarray(inv_std * (d - d.mean(axes, keepdims=True) - normed * along))
 
-    def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats) -> tuple[Floats, Floats]:
-        """Gradients of gamma and beta, from the cotangent at the batch norm's *output*."""
-        return (dy * normed).sum((0, 2, 3)), dy.sum((0, 2, 3))
+    def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats, shared: tuple[int, ...]) -> tuple[Floats, Floats]:
+        """Gradients of gamma and beta, from the cotangent at the norm's *output*."""
+        return (dy * normed).sum(shared), dy.sum(shared)
 
 
 class Window:
@@ -297,7 +378,7 @@ class Window:
                 out = -(-size // stride)
                 low = max((out - 1) * stride + k - size, 0) // 2
             else:
-                low = k // 2
+                low = k // 2 if padding == "symmetric" else 0
                 out = (size + 2 * low - k) // stride + 1
             self.low.append(low)
             self.out.append(out)

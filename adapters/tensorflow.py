@@ -10,7 +10,20 @@ import tensorflow as tf
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap
 from diffgrad.adapters.layout import from_nhwc, to_nhwc
 from diffgrad.case import Case
-from diffgrad.specs import EPS, FusedSpec, HeadSpec, MobileNetV4Spec, StemSpec, UibSpec, UibStridedSpec
+from diffgrad.specs import (
+    EPS,
+    ConvNeXtDownSpec,
+    ConvNeXtHeadSpec,
+    ConvNeXtNetSpec,
+    ConvNeXtSpec,
+    ConvNeXtStemSpec,
+    FusedSpec,
+    HeadSpec,
+    MobileNetV4Spec,
+    StemSpec,
+    UibSpec,
+    UibStridedSpec,
+)
 from diffgrad.trace import Arrays, Trace
 
 Tensors = dict[str, Any]
@@ -123,6 +136,46 @@ class TensorFlowAdapter(Adapter):
         """The whole net and its loss."""
         logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
         return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(t["target"], logits))
+
+    def convnext(self, b: ConvNeXtSpec, t: Tensors, tap: Tap) -> Any:
+        """ConvNeXt block."""
+        v = tap("xb", tf.identity(t["x"]))
+        v = tap("d", tf.nn.bias_add(_depthwise(v, t["dW"], 1), t["db"]))
+        v = tap("nl", _ln(v, b.norm, t["lng"], t["lnbt"]))
+        v = tap("e", tf.nn.bias_add(tf.nn.conv2d(v, t["exW"], 1, "VALID"), t["exb"]))
+        v = tap("g", tf.nn.gelu(v, approximate=b.act == "gelu_tanh"))
+        v = tap("p", tf.nn.bias_add(tf.nn.conv2d(v, t["prW"], 1, "VALID"), t["prb"]))
+        v = tap("ls", v * (t["lsg"] if b.scale == "channel" else tf.transpose(t["lsg"], (1, 2, 0))))
+        if b.drop:
+            v = tap("pd", v * t["drop"][:, None, None, None])
+        return v + t["x"]
+
+    def convnext_stem(self, b: ConvNeXtStemSpec, t: Tensors, tap: Tap) -> Any:
+        """Patchify, LN."""
+        v = tap("st", tf.nn.bias_add(tf.nn.conv2d(t["x"], t["stW"], b.k, "VALID"), t["stb"]))
+        return _ln(v, b.norm, t["stng"], t["stnbt"])
+
+    def convnext_down(self, b: ConvNeXtDownSpec, t: Tensors, tap: Tap) -> Any:
+        """LN, conv 2x2 stride 2."""
+        v = tap("dsn", _ln(t["x"], b.norm, t["dsng"], t["dsnbt"]))
+        return tf.nn.bias_add(tf.nn.conv2d(v, t["dsW"], 2, "VALID"), t["dsb"])
+
+    def convnext_head(self, b: ConvNeXtHeadSpec, t: Tensors, tap: Tap) -> Any:
+        """Pooling, LN, dense."""
+        v = tap("pool", tf.reduce_mean(t["x"], (1, 2), keepdims=True))
+        v = tap("hn", _ln(v, b.norm, t["hng"], t["hnbt"]))
+        return tf.matmul(tap("flat", tf.squeeze(v, (1, 2))), t["Wd"]) + t["bd"]
+
+    def convnext_net(self, b: ConvNeXtNetSpec, t: Tensors, tap: Tap) -> Any:
+        """The whole net and its loss."""
+        logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
+        return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(t["target"], logits))
+
+
+def _ln(x: Any, norm: str, g: Any, b: Any) -> Any:
+    """Layer norm over the channels, or over the whole map with one gamma and beta."""
+    mean, variance = tf.nn.moments(x, (3,) if norm == "channel" else (1, 2, 3), keepdims=True)
+    return tf.nn.batch_normalization(x, mean, variance, b, g, EPS)
 
 
 def _symmetric(k: int) -> list[list[int]]:

@@ -7,7 +7,20 @@ import torch.nn.functional as F
 
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap, Unsupported
 from diffgrad.case import Case
-from diffgrad.specs import EPS, FusedSpec, HeadSpec, MobileNetV4Spec, StemSpec, UibSpec, UibStridedSpec
+from diffgrad.specs import (
+    EPS,
+    ConvNeXtDownSpec,
+    ConvNeXtHeadSpec,
+    ConvNeXtNetSpec,
+    ConvNeXtSpec,
+    ConvNeXtStemSpec,
+    FusedSpec,
+    HeadSpec,
+    MobileNetV4Spec,
+    StemSpec,
+    UibSpec,
+    UibStridedSpec,
+)
 from diffgrad.trace import Arrays, Trace
 
 Tensors = dict[str, torch.Tensor]
@@ -128,6 +141,45 @@ class TorchAdapter(Adapter):
         """The whole net and its loss."""
         logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
         return F.cross_entropy(logits, t["target"])
+
+    def convnext(self, b: ConvNeXtSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """ConvNeXt block."""
+        v = tap("xb", t["x"].view_as(t["x"]))
+        v = tap("d", F.conv2d(v, t["dW"], t["db"], padding=b.k // 2, groups=b.c))
+        v = tap("nl", _ln(v, b.norm, t["lng"], t["lnbt"]))
+        v = tap("e", F.conv2d(v, t["exW"], t["exb"]))
+        v = tap("g", F.gelu(v, approximate="tanh" if b.act == "gelu_tanh" else "none"))
+        v = tap("p", F.conv2d(v, t["prW"], t["prb"]))
+        v = tap("ls", v * (t["lsg"].reshape(-1, 1, 1) if b.scale == "channel" else t["lsg"]))
+        if b.drop:
+            v = tap("pd", v * t["drop"].reshape(-1, 1, 1, 1))
+        return torch.add(v, t["x"])
+
+    def convnext_stem(self, b: ConvNeXtStemSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """Patchify, LN."""
+        v = tap("st", F.conv2d(t["x"], t["stW"], t["stb"], stride=b.k))
+        return _ln(v, b.norm, t["stng"], t["stnbt"])
+
+    def convnext_down(self, b: ConvNeXtDownSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """LN, conv 2x2 stride 2."""
+        return F.conv2d(tap("dsn", _ln(t["x"], b.norm, t["dsng"], t["dsnbt"])), t["dsW"], t["dsb"], stride=2)
+
+    def convnext_head(self, b: ConvNeXtHeadSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """Pooling, LN, dense."""
+        v = tap("pool", F.adaptive_avg_pool2d(t["x"], 1))
+        v = tap("hn", _ln(v, b.norm, t["hng"], t["hnbt"]))
+        return F.linear(tap("flat", torch.flatten(v, 1)), t["Wd"].T, t["bd"])
+
+    def convnext_net(self, b: ConvNeXtNetSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """The whole net and its loss."""
+        return F.cross_entropy(self.run_blocks(b.blocks(), b.boundaries(), t, tap), t["target"])
+
+
+def _ln(x: torch.Tensor, norm: str, g: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Layer norm over the channels, or over the whole map with one gamma and beta."""
+    if norm == "channel":
+        return F.layer_norm(x.permute(0, 2, 3, 1), g.shape, g, b, EPS).permute(0, 3, 1, 2)
+    return F.layer_norm(x, x.shape[1:], eps=EPS) * g + b
 
 
 def _bn(x: torch.Tensor, g: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,8 @@ PRECISIONS: dict[str, Precision] = {
 RSQRT_ROUNDINGS = 4
 # exp and log kernels document up to 2 ulp (4 u).
 EXP_ROUNDINGS = 4
+# tanh and erf kernels are rational approximations of up to 4 ulp.
+ERF_ROUNDINGS = 8
 
 
 def gamma(k: int, p: Precision) -> float:
@@ -162,6 +164,11 @@ def add(*terms: Bounded) -> Bounded:
         return rounded(val, err, p, cancelled=mag)
     k = len(terms)
     return _settle_sum(val, err + gamma(k - 1, p) * mag + np.minimum(mag, k * p.tiny), p, mag)
+
+
+def biased(product: Bounded, bias: Bounded, k: int) -> Bounded:
+    """A sum of k products plus a bias, which may be the first term or the last: it takes part in every rounding."""
+    return add(product, bias).widen(gamma(k, bias.p) * bias.mag)
 
 
 def _settle_sum(val: Array, err: Array, p: Precision, mag: Array) -> Bounded:

@@ -108,7 +108,7 @@ class Campaign:
         self._adapters = tuple(adapters) if adapters else None
         self._progress = progress
         self._modes = {name: about.mode for name, about in runner.about().items()}
-        self._known = {str(e.signature) for e in corpus.entries() if e.status != "fixed"}
+        self._known = corpus.known()
         self._deadline = float("inf")
 
     def run(self, key: int, seconds: float | None = None, examples: int | None = None) -> Tally:

@@ -27,7 +27,11 @@ from diffgrad.ops import (
     Depthwise,
     DropPath,
     Flatten,
+    GeluErf,
+    GeluTanh,
     GlobalAveragePool,
+    LayerNorm,
+    LayerScale,
     Op,
     Relu,
     Relu6,
@@ -35,6 +39,7 @@ from diffgrad.ops import (
     Swish,
 )
 from diffgrad.ops.conv import Padding
+from diffgrad.ops.norm import Kind
 from diffgrad.oracle import end_to_end
 from diffgrad.strategies import cases, sample
 from diffgrad.values import Bits
@@ -117,6 +122,18 @@ def _droppath(pick: Any, draw: _Draw) -> Instance:
     return DropPath(), (x,), (np.array([1.25 * pick(0, 1) for _ in range(x.shape[0])]),)
 
 
+def _layernorm(pick: Any, draw: _Draw) -> Instance:
+    kind = get_args(Kind)[pick(0, 2)]
+    x = _map(pick, draw) if kind != "token" else draw(pick(1, 3), pick(1, 4), pick(1, 6))
+    size = {"channel": x.shape[1], "scalar": 1, "token": x.shape[-1]}[kind]
+    return LayerNorm(kind=kind), (x + 3.0 * pick(0, 2),), (draw(size), draw(size))
+
+
+def _layerscale(pick: Any, draw: _Draw) -> Instance:
+    x = _map(pick, draw)
+    return LayerScale(), (x,), (draw(x.shape[1]) if pick(0, 1) else draw(*x.shape[1:]),)
+
+
 def _dense(pick: Any, draw: _Draw) -> Instance:
     n, inputs, outputs = pick(1, 4), pick(1, 6), pick(1, 6)
     return Dense(), (draw(n, inputs),), (draw(inputs, outputs), draw(outputs))
@@ -140,6 +157,10 @@ OPS: dict[str, Callable[[Any, _Draw], Instance]] = {
     "copy": _plain(Copy(), 1),
     "add": _plain(Add(), 2),
     "droppath": _droppath,
+    "layernorm": _layernorm,
+    "layerscale": _layerscale,
+    "gelutanh": _plain(GeluTanh(), 1, 3.0),
+    "geluerf": _plain(GeluErf(), 1, 3.0),
     "relu6": _plain(Relu6(), 1, 4.0),
     "swish": _plain(Swish(), 1, 4.0),
     "globalaveragepool": _plain(GlobalAveragePool(), 1),
@@ -202,7 +223,8 @@ def certify_block(kind: str, instances: int = 25) -> Certificate:
 
 def _conditioned(case: Case) -> bool:
     """Enough values per statistic for gradients that are not nearly 0 by cancellation."""
-    return case.block.fewest_statistics() >= 4
+    fewest = case.block.fewest_statistics()
+    return fewest is None or fewest >= 4
 
 
 def _forward(chain: Chain, tensors: dict[str, Floats], step: dict[str, Floats]) -> NDArray[Any]:

@@ -160,6 +160,7 @@ def tie(
     classes: Annotated[int, typer.Option(help="Classes of the classifier.")] = 1000,
     adapter: Adapters = None,
     seed: Annotated[int, typer.Option(help="Seed of the values.")] = 0,
+    corpus: CorpusFolder = Path("corpus"),
     json: JsonFile = None,
 ) -> None:
     """Hold every parameter gradient and cotangent of a documented net, at its true widths, in every framework."""
@@ -167,9 +168,10 @@ def tie(
     spec = net_spec(net, image, batch, classes)
     _probe(json)
     nodes = len(spec.parameters())
+    known = Corpus(corpus).known()
     results: dict[str, Tied] = {}
     with _runner(names, False, advice=adapter is None) as runner:
-        for name, tied in tie_net(spec, runner, seed):
+        for name, tied in tie_net(spec, runner, seed, known):
             results[name] = tied
             show.tied(net, nodes, name, tied)
     report = {"net": net, "nodes": nodes, "adapters": {name: msgspec.to_builtins(t) for name, t in results.items()}}

@@ -135,6 +135,10 @@ class Corpus:
         for path in self.paths():
             yield read_entry(path)
 
+    def known(self) -> set[str]:
+        """Signatures, as strings, of the faults that are still there: open ones and conventions."""
+        return {str(e.signature) for e in self.entries() if e.status != "fixed"}
+
     def save(self, entry: Entry) -> Path:
         """Write an entry; an existing one of the same id is kept, since its status may have been judged by a person.
 

@@ -9,7 +9,7 @@ from diffgrad.adapters.registry import COMPILED_MODES
 from diffgrad.bars import PRECISIONS
 from diffgrad.case import Case
 from diffgrad.chains import chain_of
-from diffgrad.check import Report, check_run
+from diffgrad.check import Quantity, Report, check_run
 from diffgrad.corpus import Signature
 from diffgrad.oracle import Expected, end_to_end
 from diffgrad.trace import Arrays
@@ -54,10 +54,15 @@ def judge(answer: Answer, mode: str) -> Judgement:
     fault = report.first_fault
     if fault is None:
         return Judgement(report.verdict, report=report)
+    signature = signature_of(answer.adapter, mode, case.dtype, fault)
+    return Judgement(fault.verdict, fault.sentence(), signature, report)
+
+
+def signature_of(adapter: str, mode: str, dtype: str, fault: Quantity) -> Signature:
+    """What makes a fault the same one wherever it shows: sites and sizes do not count."""
     link = "+".join(part.split("@")[0] for part in fault.link.split("+"))
     condition = f"{fault.what} {fault.note.split(' ')[0]}".strip() if fault.note else fault.what
-    signature = Signature(answer.adapter, mode, case.dtype, link, fault.verdict, condition)
-    return Judgement(fault.verdict, fault.sentence(), signature, report)
+    return Signature(adapter, mode, dtype, link, fault.verdict, condition)
 
 
 # The frameworks answer the same case at about the same time, and share what does not depend on them.

@@ -19,19 +19,21 @@ from diffgrad.adapters.numpy import AnyUib, Floats, NumpyAdapter, Var
 from diffgrad.case import Case
 from diffgrad.chains import chain_of
 from diffgrad.check import Quantity, check_run
-from diffgrad.specs import FusedSpec, HeadSpec, MobileNetV4Spec, StemSpec, UibSpec, UibStridedSpec
+from diffgrad.specs import ConvNeXtSpec, FusedSpec, HeadSpec, MobileNetV4Spec, StemSpec, UibSpec, UibStridedSpec
 from diffgrad.strategies import cases, sample
+
+Residual = UibSpec | ConvNeXtSpec
 
 
 class _NodesAtConv(NumpyAdapter):
-    def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats) -> tuple[Floats, Floats]:
-        return super().bn_nodes(dx, dx, normed)
+    def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats, shared: tuple[int, ...]) -> tuple[Floats, Floats]:
+        return super().bn_nodes(dx, dx, normed, shared)
 
 
 class _ConvAtNorm(NumpyAdapter):
     """The batch norm hands its own output's cotangent on, as if the conv's were the same."""
 
-    def bn_back(self, d: Floats, normed: Floats, inv_std: Floats) -> Floats:
+    def bn_back(self, d: Floats, normed: Floats, inv_std: Floats, axes: tuple[int, ...]) -> Floats:
         return d
 
 
@@ -80,12 +82,12 @@ class _MaskedPre(NumpyAdapter):
 
 
 class _MaskedProject(NumpyAdapter):
-    def join(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+    def join(self, b: Residual, t: dict[str, Var], tap: Tap, v: Var) -> Var:
         return super().join(b, t, tap, self.relu(v))
 
 
 class _MaskedOutput(NumpyAdapter):
-    def join(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+    def join(self, b: Residual, t: dict[str, Var], tap: Tap, v: Var) -> Var:
         return self.relu(super().join(b, t, tap, v))
 
 
@@ -105,14 +107,14 @@ class _NoSkip(NumpyAdapter):
 
 
 class _FrozenStatistics(NumpyAdapter):
-    def bn_back(self, d: Floats, normed: Floats, inv_std: Floats) -> Floats:
+    def bn_back(self, d: Floats, normed: Floats, inv_std: Floats, axes: tuple[int, ...]) -> Floats:
         return d * inv_std
 
 
 class _Unbiased(NumpyAdapter):
-    def variance(self, centred: Floats) -> Floats:
-        n = centred.size // centred.shape[1]
-        return np.asarray(super().variance(centred) * centred.dtype.type(n / max(n - 1, 1)))
+    def variance(self, centred: Floats, axes: tuple[int, ...]) -> Floats:
+        n = int(np.prod([centred.shape[i] for i in axes]))
+        return np.asarray(super().variance(centred, axes) * centred.dtype.type(n / max(n - 1, 1)))
 
 
 class _EpsOutside(NumpyAdapter):
@@ -121,7 +123,7 @@ class _EpsOutside(NumpyAdapter):
 
 
 class _DropOnSkip(NumpyAdapter):
-    def join(self, b: UibSpec, t: dict[str, Var], tap: Tap, v: Var) -> Var:
+    def join(self, b: Residual, t: dict[str, Var], tap: Tap, v: Var) -> Var:
         if not b.drop:
             return super().join(b, t, tap, v)
         return self.add(tap("pd", self.copy(v)), self.scale(t["x"], t["drop"].value))
@@ -215,9 +217,32 @@ class _StridedPre0(NumpyAdapter):
         return self.depthwise(v, Var(np.full((v.value.shape[1], 1, 3, 3), 1 / 9, v.value.dtype)))
 
 
+class _ScaleSkipped(NumpyAdapter):
+    def scale_back(self, dy: Floats, scale: Floats) -> Floats:
+        return dy
+
+
+class _GeluForm(NumpyAdapter):
+    def gelu(self, x: Var, form: str) -> Var:
+        return super().gelu(x, "gelu_erf" if form == "gelu_tanh" else "gelu_tanh")
+
+
+class _NormForm(NumpyAdapter):
+    """Statistics over the other axes, with the right gamma and beta."""
+
+    def ln(self, x: Var, g: Var, b: Var, kind: str) -> Var:
+        axes, shared = ((1, 2, 3), (0, 2, 3)) if kind == "channel" else ((1,), (0, 1, 2, 3))
+        return self.norm(x, g, b, axes, shared)
+
+
+class _NoBias(NumpyAdapter):
+    def bias(self, x: Var, b: Var) -> Var:
+        return Var(super().bias(x, b).value, (x, b), lambda dy: (dy, dy.mean((0, 2, 3))))
+
+
 class _PartPerThousand(NumpyAdapter):
-    def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats) -> tuple[Floats, Floats]:
-        gain, shift = super().bn_nodes(dy, dx, normed)
+    def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats, shared: tuple[int, ...]) -> tuple[Floats, Floats]:
+        gain, shift = super().bn_nodes(dy, dx, normed, shared)
         return gain * gain.dtype.type(1.001), shift
 
 
@@ -233,6 +258,8 @@ class Mutant(NamedTuple):
     blame: tuple[str, ...]
     blocks: tuple[str, ...] = ("uib",)
 
+
+_CNX = ("convnext",)
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("bn_nodes_at_conv", "BN gamma/beta read the conv's cotangent", _NodesAtConv, ("batchnorm gradient",)),
@@ -292,6 +319,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("mobilenetv4",),
     ),
     Mutant("unsmoothed", "targets unsmoothed", _Unsmoothed, ("smoothedcrossentropy activation",), ("mobilenetv4",)),
+    Mutant("scale_skipped", "layer scale skipped on the cotangent", _ScaleSkipped, ("layerscale cotangent",), _CNX),
+    Mutant("gelu_form", "erf for tanh GELU and the reverse", _GeluForm, ("gelutanh", "geluerf"), _CNX),
+    Mutant("norm_form", "scalar for channel LN and the reverse", _NormForm, ("layernorm activation",), _CNX),
+    Mutant("ln_nodes_at_conv", "LN gamma/beta read the conv's cotangent", _NodesAtConv, ("layernorm gradient",), _CNX),
+    Mutant("ln_frozen", "LN statistics treated as constants", _FrozenStatistics, ("layernorm cotangent",), _CNX),
+    Mutant("cnx_drop_on_skip", "the drop site on the skip of ConvNeXt", _DropOnSkip, ("droppath@pd",), _CNX),
+    Mutant("cnx_output_masked", "a relu after ConvNeXt's add", _MaskedOutput, ("add@out activation",), _CNX),
+    Mutant("bias_mean", "a bias gradient averaged", _NoBias, ("conv2d gradient", "depthwise gradient"), _CNX),
     Mutant("part_per_thousand", "gamma's gradient off by 0.1%", _PartPerThousand, ("batchnorm gradient",)),
 )
 

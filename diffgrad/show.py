@@ -97,6 +97,8 @@ def tied(net: str, nodes: int, name: str, result: Tied) -> None:
         f"{net} in {name}: [{colour}]{result.tied} of {nodes} nodes tied[/], {result.links_checked} links, worst "
         f"error/bar {result.max_err_over_bar:.3f}, {100 * result.vacuous_share:.2f}% vacuous, {result.wall_s:.0f} s"
     )
+    if result.known:
+        _out.print(f"    {len(result.known)} links with a known fault, such as {result.known[0]}")
     for complaint in result.wrong[:_MOST_COMPLAINTS]:
         _out.print(f"    {complaint}")
     if len(result.wrong) > _MOST_COMPLAINTS:

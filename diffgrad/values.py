@@ -108,6 +108,12 @@ def _scaled(sign: int) -> Draw:
     return draw
 
 
+def _wide(t: Tensor, bits: Bits, exponent: int) -> Floats:
+    """Large weights and shifts: pre-activations and logits far out, where activations and softmax saturate."""
+    v = _normal(t, bits, exponent)
+    return v * 2.0**exponent if t.role in ("kernel", "matrix", "beta") else v
+
+
 def _zeros(t: Tensor, bits: Bits, exponent: int) -> Floats:
     """Half of everything is exactly 0, so that pre-activations land on the kink or a hair to either side of it."""
     v = _normal(t, bits, exponent)
@@ -122,6 +128,8 @@ def _constant(t: Tensor, bits: Bits, exponent: int) -> Floats:
     if t.role == "input" and len(t.shape) > 1:
         level = bits.normal(_per_channel(t.shape))
         return np.where(bits.chance(1, 2, _per_channel(t.shape)), level, v)
+    if t.role == "beta":
+        return np.where(bits.chance(1, 2, (1,)), v[:1], v)  # equal shifts: no variance across the channels either
     if t.role == "kernel":
         rows = (t.shape[0], *(1,) * (len(t.shape) - 1))
         return np.where(bits.chance(1, 4, rows), 0.0, v)
@@ -155,6 +163,7 @@ FAMILIES: dict[str, tuple[Draw, tuple[int, int]]] = {
     "offset": (_offset, (0, 14)),
     "tiny": (_scaled(-1), (0, 140)),
     "huge": (_scaled(+1), (0, 100)),
+    "wide": (_wide, (0, 100)),
     "zeros": (_zeros, (0, 0)),
     "constant": (_constant, (0, 0)),
     "one_hot": (_one_hot, (0, 0)),

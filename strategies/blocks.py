@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from hypothesis import strategies as st
 
-from diffgrad.specs import Drop, FusedSpec, HeadSpec, MobileNetV4Spec, Spec, StemSpec, UibSpec, UibStridedSpec
+from diffgrad.specs import (
+    ConvNeXtDownSpec,
+    ConvNeXtHeadSpec,
+    ConvNeXtNetSpec,
+    ConvNeXtSpec,
+    ConvNeXtStemSpec,
+    Drop,
+    FusedSpec,
+    HeadSpec,
+    MobileNetV4Spec,
+    Spec,
+    StemSpec,
+    UibSpec,
+    UibStridedSpec,
+)
+from diffgrad.specs.convnext import Norm
 from diffgrad.specs.mobilenetv4 import PreAct
 from diffgrad.specs.mobilenetv4_net import Row
 
@@ -160,6 +176,82 @@ def mobilenetv4(draw: st.DrawFn) -> MobileNetV4Spec:
     )
 
 
+PATCHES: st.SearchStrategy[Literal[1, 2, 4]] = st.sampled_from((1, 2, 4))
+NORMS: st.SearchStrategy[Norm] = st.sampled_from(("channel", "scalar"))
+
+
+@st.composite
+def convnext(draw: st.DrawFn) -> ConvNeXtSpec:
+    """ConvNeXt block in all its variants."""
+    n, h, w, expand = draw(BATCHES), draw(SIDES), draw(SIDES), draw(st.sampled_from((4, 1, 2)))
+    return ConvNeXtSpec(
+        n=n,
+        c=channels(draw, n * h * w * expand),
+        h=h,
+        w=w,
+        expand=expand,
+        k=draw(st.sampled_from((7, 1, 3, 5))),
+        norm=draw(NORMS),
+        scale=draw(st.sampled_from(("channel", "element"))),
+        act=draw(st.sampled_from(("gelu_tanh", "gelu_erf"))),
+        drop=draw(drops(n)),
+    )
+
+
+@st.composite
+def convnext_stem(draw: st.DrawFn) -> ConvNeXtStemSpec:
+    """Patchify stem; sizes need not be multiples of the patch."""
+    n, k = draw(BATCHES), draw(PATCHES)
+    h, w = draw(st.integers(k, 12)), draw(st.integers(k, 12))
+    return ConvNeXtStemSpec(
+        n=n,
+        h=h,
+        w=w,
+        ic=draw(st.integers(1, 4)),
+        oc=channels(draw, n * h * w),
+        k=k,
+        norm=draw(NORMS),
+        dx=draw(st.booleans()),
+    )
+
+
+@st.composite
+def convnext_down(draw: st.DrawFn) -> ConvNeXtDownSpec:
+    """Downsampling, odd sizes included."""
+    n, h, w = draw(BATCHES), draw(st.integers(2, 9)), draw(st.integers(2, 9))
+    return ConvNeXtDownSpec(n=n, h=h, w=w, ic=channels(draw, n * h * w), oc=channels(draw, n * h * w), norm=draw(NORMS))
+
+
+@st.composite
+def convnext_head(draw: st.DrawFn) -> ConvNeXtHeadSpec:
+    """Head."""
+    n, h, w = draw(BATCHES), draw(SIDES), draw(SIDES)
+    return ConvNeXtHeadSpec(
+        n=n, h=h, w=w, c=channels(draw, n * h * w), classes=draw(st.integers(1, 12)), norm=draw(NORMS)
+    )
+
+
+@st.composite
+def convnext_net(draw: st.DrawFn) -> ConvNeXtNetSpec:
+    """Short nets of one to three stages."""
+    stages = draw(st.integers(1, 3))
+    patch = draw(PATCHES)
+    side = st.integers(patch * 2 ** (stages - 1), patch * 2 ** (stages - 1) + 6)
+    return ConvNeXtNetSpec(
+        n=draw(st.integers(1, 3)),
+        h=draw(side),
+        w=draw(side),
+        depths=tuple(draw(st.lists(st.integers(1, 2), min_size=stages, max_size=stages))),
+        widths=tuple(draw(st.lists(st.integers(1, 6), min_size=stages, max_size=stages))),
+        image=draw(st.integers(1, 3)),
+        patch=patch,
+        expand=draw(st.integers(1, 4)),
+        k=draw(st.sampled_from((3, 1, 7))),
+        norm=draw(NORMS),
+        classes=draw(st.integers(2, 10)),
+    )
+
+
 SPECS: dict[str, Callable[[], st.SearchStrategy[Spec]]] = {
     "uib": uib,
     "uib_s2": uib_s2,
@@ -167,5 +259,10 @@ SPECS: dict[str, Callable[[], st.SearchStrategy[Spec]]] = {
     "fused": fused,
     "head": head,
     "mobilenetv4": mobilenetv4,
+    "convnext": convnext,
+    "convnext_stem": convnext_stem,
+    "convnext_down": convnext_down,
+    "convnext_head": convnext_head,
+    "convnext_net": convnext_net,
 }
 """Block name -> strategy for its spec."""

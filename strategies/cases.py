@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
 
-_USUAL = {"offset": (0, 10), "tiny": (0, 40), "huge": (0, 30)}
+_USUAL = {"offset": (0, 10), "tiny": (0, 40), "huge": (0, 30), "wide": (0, 6)}
 """Exponents drawn most of the time; the family's full range now and then."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from diffgrad.chains import mobilenetv4
+from diffgrad.chains import convnext, mobilenetv4
 from diffgrad.chains.base import Chain, Link
 from diffgrad.specs import Spec
 
@@ -17,6 +17,11 @@ CHAINS: dict[str, Callable[[Any], Chain]] = {
     "fused": mobilenetv4.fused,
     "head": mobilenetv4.head,
     "mobilenetv4": mobilenetv4.mobilenetv4,
+    "convnext": convnext.block,
+    "convnext_stem": convnext.stem,
+    "convnext_down": convnext.down,
+    "convnext_head": convnext.head,
+    "convnext_net": convnext.net,
 }
 
 

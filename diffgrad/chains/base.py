@@ -77,6 +77,11 @@ def fill(table: Iterable[Link], present: dict[str, bool]) -> tuple[Link, ...]:
     return tuple(links)
 
 
+def with_ops(table: Iterable[Link], **ops: Op) -> tuple[Link, ...]:
+    """The table with the ops that write some sites replaced."""
+    return tuple(replace(link, op=ops.get(link.writes, link.op)) for link in table)
+
+
 def renamed(chain: Chain, prefix: str, first: str, last: str) -> tuple[Link, ...]:
     """A block's links inside a net: its input site is called ``first``, its output ``last``, the rest is prefixed."""
 

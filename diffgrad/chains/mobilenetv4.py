@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diffgrad.chains.base import Chain, Link, fill, renamed
+from diffgrad.chains.base import Chain, Link, fill, renamed, with_ops
 from diffgrad.ops import (
     Add,
     BatchNorm,
@@ -15,7 +15,6 @@ from diffgrad.ops import (
     DropPath,
     Flatten,
     GlobalAveragePool,
-    Op,
     Relu,
     SmoothedCrossEntropy,
     Swish,
@@ -70,11 +69,6 @@ HEAD = (
 # fmt: on
 
 
-def _with(table: tuple[Link, ...], **ops: Op) -> tuple[Link, ...]:
-    """The table with the ops at some sites replaced."""
-    return tuple(replace(link, op=ops.get(link.writes, link.op)) for link in table)
-
-
 def uib(spec: UibSpec) -> Chain:
     """The stride-1 UIB of ``spec``'s row (seed documents 000 and 001)."""
     return Chain(fill(UIB, {**_slots(spec), "drop": spec.drop is not None}), "x", "CotIn")
@@ -83,7 +77,7 @@ def uib(spec: UibSpec) -> Chain:
 def uib_s2(spec: UibStridedSpec) -> Chain:
     """The strided UIB: the same body with the stride on its carrier and no skip (seed documents 000 and 001)."""
     carrier = {"post": "dc", "pre": "qc"}[spec.carrier]
-    strided = _with(UIB, **{carrier: Depthwise(stride=2)})
+    strided = with_ops(UIB, **{carrier: Depthwise(stride=2)})
     links = fill(strided, {**_slots(spec), "drop": False})
     body = tuple(link for link in links if not isinstance(link.op, Copy | Add))
     first = replace(body[0], reads=("x",))
@@ -99,12 +93,12 @@ def _slots(spec: UibSpec | UibStridedSpec) -> dict[str, bool]:
 
 def stem(spec: StemSpec) -> Chain:
     """The stem. Its chain stops at the kernel's gradient unless ``dx`` asks for more."""
-    return Chain(_with(STEM, sc=Conv2d(2, spec.padding)), "x", "CotIn" if spec.dx else "")
+    return Chain(with_ops(STEM, sc=Conv2d(2, spec.padding)), "x", "CotIn" if spec.dx else "")
 
 
 def fused(spec: FusedSpec) -> Chain:
     """The fused stage, relu or swish; the upstream cotangent reaches the last batch norm unmasked."""
-    return Chain(_with(FUSED, f0cr=Swish() if spec.act == "swish" else Relu()), "x", "CotIn")
+    return Chain(with_ops(FUSED, f0cr=Swish() if spec.act == "swish" else Relu()), "x", "CotIn")
 
 
 def head(spec: HeadSpec) -> Chain:

@@ -4,9 +4,10 @@ from diffgrad.ops.activation import Relu, Relu6, Swish
 from diffgrad.ops.base import Op, Vjp
 from diffgrad.ops.conv import Conv2d, Depthwise
 from diffgrad.ops.dense import Dense, Flatten, GlobalAveragePool
-from diffgrad.ops.elementwise import Add, Copy, DropPath
+from diffgrad.ops.elementwise import Add, Copy, DropPath, LayerScale
+from diffgrad.ops.gelu import GeluErf, GeluTanh
 from diffgrad.ops.loss import SmoothedCrossEntropy
-from diffgrad.ops.norm import BatchNorm
+from diffgrad.ops.norm import BatchNorm, LayerNorm
 
 __all__ = [
     "Add",
@@ -17,7 +18,11 @@ __all__ = [
     "Depthwise",
     "DropPath",
     "Flatten",
+    "GeluErf",
+    "GeluTanh",
     "GlobalAveragePool",
+    "LayerNorm",
+    "LayerScale",
     "Op",
     "Relu",
     "Relu6",

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from diffgrad.bars import Bounded, bilinear, total
+from diffgrad.bars import Bounded, biased, bilinear, total
 from diffgrad.ops.base import Numbers, Op, Vjp
 
 Padding = Literal["symmetric", "xla_same", "valid"]
@@ -141,7 +141,7 @@ class Conv2d(Op):
         x, w = xs[0], ps[0]
         g = self.geometry(x.val.shape, w.val.shape)
         y = bilinear(lambda a, b: self._apply(g, a, b), x, w, self._fan(w.val.shape)[0])
-        return y if len(ps) == 1 else y + ps[1].reshape(-1, 1, 1)
+        return y if len(ps) == 1 else biased(y, ps[1].reshape(-1, 1, 1), self._fan(w.val.shape)[0])
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         x, w = xs[0], ps[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffgrad.bars import Bounded, bilinear, scale, total
+from diffgrad.bars import Bounded, biased, bilinear, scale, total
 from diffgrad.ops.base import Numbers, Op, Vjp
 
 
@@ -24,9 +24,7 @@ class Dense(Op):
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
         x, w = xs[0], ps[0]
         product = bilinear(lambda a, b: np.asarray(a @ b), x, w, w.val.shape[0])
-        bias = ps[1].reshape(*(1,) * (x.val.ndim - 1), -1)
-        # The bias may be added first, or last: one more term in the sum either way.
-        return (product + bias).widen(x.p.u * bias.mag)
+        return biased(product, ps[1].reshape(*(1,) * (x.val.ndim - 1), -1), w.val.shape[0])
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         x, w = xs[0], ps[0]

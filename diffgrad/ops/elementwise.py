@@ -1,4 +1,4 @@
-"""copy, add and the drop-path site: the wiring of residual blocks (FORMULAS section 1)."""
+"""copy, add, layer scale and the drop-path site: the wiring of residual blocks (FORMULAS section 1)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffgrad.bars import Bounded, add
+from diffgrad.bars import Bounded, add, bilinear
 from diffgrad.ops.base import Numbers, Op, Vjp
 
 
@@ -36,6 +36,30 @@ class Add(Op):
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         return Vjp((dy, dy), ())
+
+
+@dataclass(frozen=True)
+class LayerScale(Op):
+    """y = gamma * x on maps [N,C,H,W]; gamma is per channel [C] or per element [C,H,W]."""
+
+    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
+        return np.asarray(xs[0] * ps[0].reshape(self._spread(ps[0].shape)))
+
+    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
+        return self._times(xs[0], ps[0])
+
+    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
+        shape = ps[0].val.shape
+        axes = (0, 2, 3) if len(shape) == 1 else (0,)
+        terms = int(np.prod([dy.val.shape[i] for i in axes]))
+        gain = bilinear(lambda a, b: np.asarray((a * b).sum(axes)), xs[0], dy, terms)
+        return Vjp((self._times(dy, ps[0]),), (gain,))
+
+    def _times(self, v: Bounded, g: Bounded) -> Bounded:
+        return bilinear(lambda a, b: np.asarray(a * b), v, g.reshape(*self._spread(g.val.shape)), 1)
+
+    def _spread(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (1, -1, 1, 1) if len(shape) == 1 else (1, *shape)
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,22 @@
-"""Normalisations: training-mode batch norm, three-term backward with live statistics (FORMULAS section 1)."""
+"""Normalisations with live statistics: three-term backward over any axes (FORMULAS section 1)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
-from diffgrad.bars import Array, Bounded, Moments, add, bilinear, gamma, moments, neg, scale, total
+from diffgrad.bars import Array, Axes, Bounded, Moments, add, gamma, moments, neg, scale, total
 from diffgrad.ops.base import Numbers, Op, Vjp
 from diffgrad.specs import EPS
 
-_MAP = (0, 2, 3)
+Kind = Literal["channel", "scalar", "token"]
 
 
 @dataclass(frozen=True)
-class BatchNorm(Op):
-    """BN over (N, H, W) per channel, biased variance, two passes. Parameters: gamma [C], beta [C].
+class Norm(Op):
+    """y = gamma * (x - mean)/sqrt(v + eps) + beta, biased variance, two passes.
 
     ``inv_std`` replaces the statistic by one that a run is known to have used, for a named looser model.
     """
@@ -23,36 +24,25 @@ class BatchNorm(Op):
     eps: float = EPS
     inv_std: Bounded | None = field(default=None, compare=False)
 
-    def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
-        """One-pass variance, E[x^2] - E[x]^2: the run's own 1/std, fitted to its output, if that model explains it."""
-        x, g, b = xs[0], ps[0].reshape(1, -1, 1, 1), ps[1].reshape(1, -1, 1, 1)
-        m = moments(x, _MAP, self.eps)
-        c = m.centred.val
-        slope = g.val * (c * c).sum(_MAP, keepdims=True)
-        fitted = (c * (y.val - b.val)).sum(_MAP, keepdims=True) / slope
-        fitted = np.where(np.isfinite(fitted), fitted, m.inv_std.val)
-        allowed = moments(x, _MAP, self.eps, one_pass=True).inv_std.err
-        if not (np.abs(fitted - m.inv_std.val) <= allowed).all():
-            return {}
-        exactly = replace(self, inv_std=Bounded(fitted, np.zeros_like(fitted), x.p))
-        doubt = (np.abs(c) * exactly.bound(xs, ps).err).sum(_MAP, keepdims=True) / np.abs(slope)
-        return {"one_pass_variance": replace(self, inv_std=Bounded(fitted, np.where(slope == 0, 0.0, doubt), x.p))}
+    def axes(self, ndim: int) -> Axes:
+        """The axes that the statistics are taken over."""
+        raise NotImplementedError
 
-    def _moments(self, x: Bounded) -> Moments:
-        m = moments(x, _MAP, self.eps)
-        if self.inv_std is None:
-            return m
-        return replace(m, inv_std=self.inv_std, normalised=m.centred * self.inv_std)
+    def spread(self, ndim: int) -> tuple[int, ...]:
+        """The shape in which gamma and beta multiply an input of ``ndim`` axes; they vary along the one of -1."""
+        raise NotImplementedError
 
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
-        x, (g, b) = xs[0], ps
-        c = x - x.mean(_MAP, keepdims=True)
-        inv_std = ((c * c).mean(_MAP, keepdims=True) + self.eps) ** -0.5
-        y: Numbers = g[:, None, None] * (c * inv_std) + b[:, None, None]
-        return y
+        x = xs[0]
+        axes = self.axes(x.ndim)
+        g, b = (p.reshape(self.spread(x.ndim)) for p in ps)
+        c = x - x.mean(axes, keepdims=True)
+        inv_std = ((c * c).mean(axes, keepdims=True) + self.eps) ** -0.5
+        return np.asarray(g * (c * inv_std) + b)
 
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
-        x, g, b = xs[0], ps[0].reshape(1, -1, 1, 1), ps[1].reshape(1, -1, 1, 1)
+        x = xs[0]
+        g, b = (p.reshape(*self.spread(x.val.ndim)) for p in ps)
         m = self._moments(x)
         y = g * m.normalised + b
         # Libraries also fold the affine map: alpha = gamma*s, y = x*alpha + (beta - mean*alpha). That adds the
@@ -62,17 +52,91 @@ class BatchNorm(Op):
         return y.widen(gamma(2, x.p) * parts + np.minimum(parts, 4.0 * x.p.tiny))
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
-        x, g = xs[0], ps[0].reshape(1, -1, 1, 1)
+        x = xs[0]
+        axes, spread = self.axes(x.val.ndim), self.spread(x.val.ndim)
+        g = ps[0].reshape(*spread)
         m = self._moments(x)
-        beta = total(dy, _MAP)
-        gain = _project(x, m, dy)
+        shared = tuple(i for i, size in enumerate(spread) if size == 1)
         d = g * dy
         # dx = (s/n) * (n*d - sum(d) - xhat * sum(xhat*d))
-        mean_d = scale(g * beta, 1.0 / m.n)
-        along = m.normalised * scale(g * gain, 1.0 / m.n)
+        mean_d = scale(total(d, axes), 1.0 / m.n)
+        mean_xd = scale(_project(x, m, d, axes), 1.0 / m.n)
+        along = m.normalised * mean_xd
         dx = m.inv_std * add(d, neg(mean_d), neg(along))
+        # Also evaluated as dy*alpha + b*x + c, with b and c from the sums: the roundings of the uncentred products.
+        uncentred = gamma(4, x.p) * m.inv_std.mag**2 * mean_xd.mag * (x.mag + m.mean.mag)
         present = m.inv_std.mag * (d.mag + mean_d.mag + along.mag)
-        return Vjp((dx.widen(_flushes(m, g, present) + _cube_flush(m, d)),), (gain.reshape(-1), beta.reshape(-1)))
+        dx = dx.widen(uncentred + _flushes(m, g, present) + _cube_flush(m, d, axes))
+        nodes = (_project(x, m, dy, shared), total(dy, shared))
+        return Vjp((dx,), tuple(node.reshape(*p.val.shape) for node, p in zip(nodes, ps, strict=True)))
+
+    def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
+        """One-pass variance, E[x^2] - E[x]^2: the run's own 1/std, fitted to its output, if that model explains it."""
+        x = xs[0]
+        axes = self.axes(x.val.ndim)
+        g, b = (p.reshape(*self.spread(x.val.ndim)) for p in ps)
+        m = moments(x, axes, self.eps)
+        slope = g.val * m.centred.val
+        power = (slope * slope).sum(axes, keepdims=True)
+        fitted = (slope * (y.val - b.val)).sum(axes, keepdims=True) / power
+        fitted = np.where(np.isfinite(fitted), fitted, m.inv_std.val)
+        allowed = moments(x, axes, self.eps, one_pass=True).inv_std.err
+        if not (np.abs(fitted - m.inv_std.val) <= allowed).all():
+            return {}
+        exactly = replace(self, inv_std=Bounded(fitted, np.zeros_like(fitted), x.p))
+        doubt = (np.abs(slope) * exactly.bound(xs, ps).err).sum(axes, keepdims=True) / power
+        return {"one_pass_variance": replace(self, inv_std=Bounded(fitted, np.where(power == 0, 0.0, doubt), x.p))}
+
+    def _moments(self, x: Bounded) -> Moments:
+        m = moments(x, self.axes(x.val.ndim), self.eps)
+        if self.inv_std is None:
+            return m
+        return replace(m, inv_std=self.inv_std, normalised=m.centred * self.inv_std)
+
+
+@dataclass(frozen=True)
+class BatchNorm(Norm):
+    """Statistics over (N, H, W) of each channel; gamma, beta [C]."""
+
+    def axes(self, ndim: int) -> Axes:
+        return (0, 2, 3)
+
+    def spread(self, ndim: int) -> tuple[int, ...]:
+        return (1, -1, 1, 1)
+
+
+@dataclass(frozen=True)
+class LayerNorm(Norm):
+    """Statistics within one example.
+
+    ``channel``: over C at each position of [N,C,H,W], gamma and beta [C]. ``scalar``: over the whole C*H*W map, gamma
+    and beta [1]. ``token``: over the last axis of [N,T,D] (or [N,D]), gamma and beta [D].
+    """
+
+    kind: Kind = "channel"
+
+    def axes(self, ndim: int) -> Axes:
+        if self.kind == "token":
+            return (ndim - 1,)
+        return (1,) if self.kind == "channel" else tuple(range(1, ndim))
+
+    def spread(self, ndim: int) -> tuple[int, ...]:
+        if self.kind == "scalar":
+            return (1,) * ndim
+        at = 1 if self.kind == "channel" else ndim - 1
+        return tuple(-1 if i == at else 1 for i in range(ndim))
+
+
+def _project(x: Bounded, m: Moments, dy: Bounded, axes: Axes) -> Bounded:
+    """sum(dy * xhat) over ``axes``, also covering its folded form: sum(s * (dy*x - dy*mean))."""
+    k = int(np.prod([x.val.shape[i] for i in axes]))
+    gain = total(dy * m.normalised, axes)
+    parts = (x.mag + m.mean.mag) * dy.mag
+    uncentred = parts.sum(axes, keepdims=True)
+    weighted = (parts * m.inv_std.mag).sum(axes, keepdims=True)
+    flushed = 2.0 * x.p.tiny * (np.ones_like(parts) * m.inv_std.mag).sum(axes, keepdims=True)
+    lost = gamma(k + 3, x.p) * weighted + np.minimum(weighted, flushed)
+    return gain.widen(np.where(uncentred <= x.p.largest, lost, np.inf))
 
 
 def _flushes(m: Moments, g: Bounded, present: Array) -> Array:
@@ -86,21 +150,12 @@ def _flushes(m: Moments, g: Bounded, present: Array) -> Array:
     return np.where(present <= g.p.largest, np.minimum(present, lost), np.inf)
 
 
-def _cube_flush(m: Moments, d: Bounded) -> Array:
+def _cube_flush(m: Moments, d: Bounded, axes: Axes) -> Array:
     """Autodiff of (v + eps)**-1/2 forms s**3/2 (over n), which a very large variance flushes to zero.
 
     The sum it is multiplied with may overflow, too.
     """
-    along = (d.mag * m.centred.mag).sum(_MAP, keepdims=True)
+    along = (d.mag * m.centred.mag).sum(axes, keepdims=True)
     cube = m.inv_std.mag**3
     lost = np.where(cube < 2 * m.n * d.p.tiny, cube, 0.0) * along * m.centred.mag / m.n
     return np.where(along <= d.p.largest, lost, np.inf)
-
-
-def _project(x: Bounded, m: Moments, dy: Bounded) -> Bounded:
-    """dgamma = sum(dy * xhat), also covering its folded form s * (sum(dy*x) - mean*sum(dy))."""
-    c = x.val.shape[1]
-    gain = bilinear(lambda a, b: np.einsum("nchw,nchw->c", a, b), dy, m.normalised, m.n)
-    uncentred = ((x.mag + m.mean.mag) * dy.mag).sum(_MAP, keepdims=True)
-    lost = gamma(m.n + 3, x.p) * uncentred + np.minimum(uncentred, 2 * m.n * x.p.tiny)
-    return gain.reshape(1, c, 1, 1).widen(m.inv_std.mag * np.where(uncentred <= x.p.largest, lost, np.inf))

@@ -5,10 +5,23 @@ from __future__ import annotations
 from typing import get_args
 
 from diffgrad.specs.base import EPS, CaseError, Drop, Role, Spec, Tensor
+from diffgrad.specs.convnext import ConvNeXtDownSpec, ConvNeXtHeadSpec, ConvNeXtNetSpec, ConvNeXtSpec, ConvNeXtStemSpec
 from diffgrad.specs.mobilenetv4 import FusedSpec, HeadSpec, StemSpec, UibSpec, UibStridedSpec
 from diffgrad.specs.mobilenetv4_net import MobileNetV4Spec
 
-AnySpec = UibSpec | UibStridedSpec | StemSpec | FusedSpec | HeadSpec | MobileNetV4Spec
+AnySpec = (
+    UibSpec
+    | UibStridedSpec
+    | StemSpec
+    | FusedSpec
+    | HeadSpec
+    | MobileNetV4Spec
+    | ConvNeXtSpec
+    | ConvNeXtStemSpec
+    | ConvNeXtDownSpec
+    | ConvNeXtHeadSpec
+    | ConvNeXtNetSpec
+)
 """Every block and net that a case may name."""
 
 BLOCKS: dict[str, type[Spec]] = {str(t.__struct_config__.tag): t for t in get_args(AnySpec)}
@@ -19,6 +32,11 @@ __all__ = [
     "EPS",
     "AnySpec",
     "CaseError",
+    "ConvNeXtDownSpec",
+    "ConvNeXtHeadSpec",
+    "ConvNeXtNetSpec",
+    "ConvNeXtSpec",
+    "ConvNeXtStemSpec",
     "Drop",
     "FusedSpec",
     "HeadSpec",

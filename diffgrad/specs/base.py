@@ -94,9 +94,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Tensors whose gradients are asked for: the input and every parameter."""
         return (self.input().name, *(t.name for t in self.parameters()))
 
-    def fewest_statistics(self) -> int:
-        """The fewest values over which any of the block's batch norms takes its statistics."""
-        return self.n * self.h * self.w
+    def fewest_statistics(self) -> int | None:
+        """The fewest values over which any of the block's batch norms takes its statistics; None without one."""
+        return None
 
     def constants(self) -> tuple[Tensor, ...]:
         """Tensors that the block reads but does not differentiate (drop masks)."""

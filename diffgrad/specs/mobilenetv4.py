@@ -46,6 +46,9 @@ class UibSpec(Spec, frozen=True, kw_only=True, tag="uib"):
         self.odd("post_k", absent=True)
         check_drop("uib.drop", self.drop, self.n)
 
+    def fewest_statistics(self) -> int:
+        return self.n * self.h * self.w
+
     def input(self) -> Tensor:
         return Tensor("x", (self.n, self.c, self.h, self.w), "input")
 

@@ -140,4 +140,4 @@ class MobileNetV4Spec(Spec, frozen=True, kw_only=True, tag="mobilenetv4"):
         return super().differentiated()[1:]  # the stem's backward ends at its kernel
 
     def fewest_statistics(self) -> int:
-        return min(b.fewest_statistics() for _, b in self.blocks())
+        return min(b.fewest_statistics() or 0 for _, b in self.blocks())

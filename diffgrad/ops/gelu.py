@@ -1,0 +1,122 @@
+"""GELU in its two forms (FORMULAS section 1), with bars that saturate as the function does.
+
+A kernel may form x**3, which overflows long before GELU or its slope does. That excuses nothing: the slope tends to 1
+and 0, so where tanh and erf have saturated the bars are those of the saturated function, and a NaN is a fault.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import erf
+
+from diffgrad.bars import ERF_ROUNDINGS, Array, Bounded, lift
+from diffgrad.ops.base import Numbers, Op, Vjp
+
+_K = math.sqrt(2.0 / math.pi)
+_A = 0.044715
+
+# From here on tanh(q) and erf(q) are 1 in every precision, and 1 - tanh(q)**2 is 0.
+_SATURATED = 20.0
+# Bounds of |f'| (at most 1.13) and |f''| (at most 0.8, at 0), for an uncertain input.
+_SLOPE = 1.2
+_BEND = 1.0
+# Roundings of q = K*(x + A*x**3), and of the products around the slope.
+_INNER = 8.0
+
+
+@dataclass(frozen=True)
+class _Gelu(Op):
+    """f = x/2 * (1 + t(x)) with t the tanh or the erf form."""
+
+    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
+        x = xs[0]
+        return np.asarray(0.5 * x * (1.0 + self.gate(x)))
+
+    def gate(self, x: Numbers) -> Numbers:
+        """t(x), from -1 to 1; analytic."""
+        raise NotImplementedError
+
+    def gate_error(self, x: Array, t: Array, u: float) -> Array:
+        """Rounding error of t at an exact x."""
+        raise NotImplementedError
+
+    def slope(self, x: Array, t: Array, t_err: Array, u: float) -> tuple[Array, Array]:
+        """x/2 * t'(x), and its rounding error at an exact x."""
+        raise NotImplementedError
+
+    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
+        x = xs[0]
+        u = x.p.u
+        t = self.gate(x.val)
+        half = 0.5 * np.abs(x.val)
+        val = 0.5 * x.val * (1.0 + t)
+        err = half * (self.gate_error(x.val, t, u) + 4.0 * u * (1.0 + t)) + _SLOPE * x.err
+        return lift(val, err + np.minimum(np.abs(val), 2.0 * x.p.tiny), x.p)
+
+    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
+        x = xs[0]
+        u = x.p.u
+        t = self.gate(x.val)
+        t_err = self.gate_error(x.val, t, u)
+        tail, tail_err = self.slope(x.val, t, t_err, u)
+        val = 0.5 * (1.0 + t) + tail
+        err = 0.5 * t_err + 2.0 * u * (1.0 + t) + tail_err + 4.0 * u * np.abs(tail) + _BEND * x.err + 4.0 * x.p.tiny
+        return Vjp((dy * lift(val, err, x.p),), ())
+
+
+@dataclass(frozen=True)
+class GeluTanh(_Gelu):
+    """t = tanh(q), q = sqrt(2/pi)*(x + 0.044715*x**3): the documents' GELU."""
+
+    def gate(self, x: Numbers) -> Numbers:
+        q = _K * (x + _A * x**3)
+        near = np.abs(q.real) < _SATURATED  # complex tanh overflows where the real one is flat
+        return np.where(near, np.tanh(np.where(near, q, 0)), np.sign(q.real))
+
+    def gate_error(self, x: Array, t: Array, u: float) -> Array:
+        q = _K * (np.abs(x) + _A * np.abs(x) ** 3)
+        moved = _INNER * u * q
+        err = (1.0 - t * t) * moved + 0.4 * moved * moved + ERF_ROUNDINGS * u * np.abs(t)
+        return np.where(q < _SATURATED, err, 0.0)
+
+    def slope(self, x: Array, t: Array, t_err: Array, u: float) -> tuple[Array, Array]:
+        flat = _K * (np.abs(x) + _A * np.abs(x) ** 3) >= _SATURATED
+        near = np.where(flat, 0.0, x)
+        weight = 0.5 * near * _K * (1.0 + 3.0 * _A * near * near)
+        rest = 1.0 - t * t
+        rest_err = 2.0 * np.abs(t) * t_err + t_err * t_err + 2.0 * u * t * t + u * rest
+        tail = weight * rest
+        return tail, np.abs(weight) * rest_err + _INNER * u * np.abs(tail)
+
+
+@dataclass(frozen=True)
+class GeluErf(_Gelu):
+    """t = erf(x/sqrt(2)): the exact GELU, x*Phi(x). ``approximation`` is the absolute error of a cheaper erf."""
+
+    approximation: float = 0.0
+
+    def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
+        """The rational erf of Abramowitz and Stegun 7.1.26 (error at most 1.5e-7), which float32 kernels use."""
+        if y.p.name != "float32":
+            return {}
+        return {"approximate_erf": GeluErf(approximation=1.5e-7 + ERF_ROUNDINGS * y.p.u)}
+
+    def gate(self, x: Numbers) -> Numbers:
+        z = x / math.sqrt(2.0)
+        near = np.abs(z.real) < _SATURATED
+        return np.where(near, erf(np.where(near, z, 0)), np.sign(z.real))
+
+    def gate_error(self, x: Array, t: Array, u: float) -> Array:
+        density = np.exp(-0.5 * x * x) * _K
+        err = density * 2.0 * u * np.abs(x) + ERF_ROUNDINGS * u * np.abs(t) + self.approximation
+        return np.where(np.abs(x) < _SATURATED, err, 0.0)
+
+    def slope(self, x: Array, t: Array, t_err: Array, u: float) -> tuple[Array, Array]:
+        tail = x * np.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+        tail = np.where(np.isfinite(tail), tail, 0.0)
+        # The exponent -x*x/2 is rounded, which the exponential turns into a relative error of its size.
+        square = np.minimum(x * x, 4.0 * _SATURATED**2)
+        return tail, np.abs(tail) * u * (_INNER + 2.0 * square)
