@@ -12,8 +12,8 @@ from hypothesis import Phase, given, seed, settings
 
 from diffgrad.adapters.registry import COMPILED_MODES
 from diffgrad.case import Case
-from diffgrad.corpus import Corpus, Entry, Signature
-from diffgrad.judge import Judgement, judge
+from diffgrad.corpus import Corpus, Entry
+from diffgrad.judge import Fault, Judgement, judge
 from diffgrad.strategies import Batch, batches, sample
 from diffgrad.strategies.cases import DTYPES, quiet_settings
 from diffgrad.worker import Answer, Runner
@@ -67,10 +67,9 @@ class _Hunt:
     """The fault being shrunk, and the smallest case that still shows it."""
 
     adapter: str
-    signature: Signature
+    fault: Fault
     origin: Batch
     case: Case
-    judgement: Judgement
     begun: bool = False
     calls: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -155,14 +154,12 @@ class Campaign:
         for answer in self._runner.run(feed(), self._adapters):
             judgement = self._judge(answer)
             self._progress(self.tally)
-            if judgement.signature is None:
-                continue
-            name = str(judgement.signature)
-            if name in self._known:
-                self.tally.known[name] += 1
-            elif name not in hunts:
-                batch = origin[answer.case]
-                hunts[name] = _Hunt(answer.adapter, judgement.signature, batch, answer.case, judgement)
+            for fault in judgement.faults:
+                name = str(fault.signature)
+                if name in self._known:
+                    self.tally.known[name] += 1
+                elif name not in hunts:
+                    hunts[name] = _Hunt(answer.adapter, fault, origin[answer.case], answer.case)
         return list(hunts.values())
 
     def _shrink(self, hunt: _Hunt, key: int, examples: int) -> None:
@@ -191,32 +188,33 @@ class Campaign:
         hunt.calls += 1
         found = False
         for answer in self._runner.run(batch.cases(), [hunt.adapter]):
-            judgement = judge(answer, self._modes[answer.adapter])
-            if judgement.signature == hunt.signature:
-                hunt.case, hunt.judgement = answer.case, judgement
+            fault = judge(answer, self._modes[answer.adapter]).fault(hunt.fault.signature)
+            if fault is not None:
+                hunt.case, hunt.fault = answer.case, fault
                 found = True
         hunt.seen[batch] = found
         return found
 
     def _settle(self, hunt: _Hunt) -> None:
         """Confirm the shrunk fault as an ordinary user would run it, then save it."""
-        self._known.add(str(hunt.signature))
+        signature = hunt.fault.signature
+        self._known.add(str(signature))
         again = next(iter(self._runner.run([hunt.case], [hunt.adapter], quick=False)))
         confirmed = judge(again, self._modes[hunt.adapter])
         explanation = ""
-        if confirmed.signature != hunt.signature:
-            if self._modes[hunt.adapter] in COMPILED_MODES and confirmed.signature is None:
+        if confirmed.fault(signature) is None:
+            if self._modes[hunt.adapter] in COMPILED_MODES and not confirmed.faults:
                 reason = "gone with the default compile options"
                 self.tally.unconfirmed.append(
-                    {"signature": str(hunt.signature), "reason": reason, "sentence": hunt.judgement.sentence}
+                    {"signature": str(signature), "reason": reason, "sentence": hunt.fault.sentence}
                 )
                 return
             explanation = f"not the same on a second run, which gave: {confirmed.sentence or confirmed.verdict}"
         entry = Entry(
             case=hunt.case,
-            signature=hunt.signature,
+            signature=signature,
             status="open",
-            sentence=hunt.judgement.sentence,
+            sentence=hunt.fault.sentence,
             versions=self._runner.about()[hunt.adapter].versions,
             explanation=explanation,
         )
@@ -240,7 +238,7 @@ class Campaign:
             t.nodes_checked += report.nodes
             t.elements += report.elements
             t.vacuous += report.vacuous
-            if judgement.signature is None:
+            if not judgement.faults:
                 t.worst[name] = max(t.worst.get(name, 0.0), report.worst_ratio)
         return judgement
 

@@ -60,10 +60,10 @@ class Quantity(msgspec.Struct, frozen=True):
         if self.note:
             return f"{head}: {self.note}"
         where = ",".join(map(str, self.index))
-        return (
-            f"{head}[{where}]: got {self.got:.9g}, expected {self.expected:.9g}, "
-            f"error {self.error:.3g}, bar {self.bar:.3g}"
-        )
+        got, expected = f"{self.got:.9g}", f"{self.expected:.9g}"
+        if got == expected:
+            got, expected = f"{self.got:.17g}", f"{self.expected:.17g}"
+        return f"{head}[{where}]: got {got}, expected {expected}, error {self.error:.3g}, bar {self.bar:.3g}"
 
 
 @dataclass(frozen=True)

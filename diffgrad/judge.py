@@ -20,13 +20,33 @@ RUN_FAULTS = ("crash", "hang", "error")
 
 
 @dataclass(frozen=True)
+class Fault:
+    """One distinct fault of a run, in blame order."""
+
+    signature: Signature
+    sentence: str
+
+
+@dataclass(frozen=True)
 class Judgement:
-    """A run's verdict; ``signature`` and ``sentence`` where there is a fault, ``report`` where there is a trace."""
+    """A run's verdict, its distinct faults (the first is the one to blame), and the report where there is a trace.
+
+    Links are checked one by one on recorded inputs, so a later fault is no echo of an earlier one.
+    """
 
     verdict: str
     sentence: str = ""
-    signature: Signature | None = None
+    faults: tuple[Fault, ...] = ()
     report: Report | None = None
+
+    @property
+    def signature(self) -> Signature | None:
+        """The first fault's signature."""
+        return self.faults[0].signature if self.faults else None
+
+    def fault(self, signature: Signature) -> Fault | None:
+        """The fault of that signature, if the run has it."""
+        return next((f for f in self.faults if f.signature == signature), None)
 
 
 def judge(answer: Answer, mode: str) -> Judgement:
@@ -42,7 +62,8 @@ def judge(answer: Answer, mode: str) -> Judgement:
             return Judgement(outcome.status, outcome.reason)
         kind = outcome.reason.split(":", 1)[0] if outcome.status == "error" else case.block.kind
         signature = Signature(answer.adapter, mode, case.dtype, "run", outcome.status, kind)
-        return Judgement(outcome.status, f"{outcome.status}: {outcome.reason}", signature)
+        sentence = f"{outcome.status}: {outcome.reason}"
+        return Judgement(outcome.status, sentence, (Fault(signature, sentence),))
     report = check_run(
         chain_of(case.block),
         _tensors(case),
@@ -51,11 +72,13 @@ def judge(answer: Answer, mode: str) -> Judgement:
         mode in COMPILED_MODES,
         _whole(case) if case.dtype == "float64" else None,
     )
-    fault = report.first_fault
-    if fault is None:
-        return Judgement(report.verdict, report=report)
-    signature = signature_of(answer.adapter, mode, case.dtype, fault)
-    return Judgement(fault.verdict, fault.sentence(), signature, report)
+    faults: dict[Signature, Fault] = {}
+    for q in report.quantities:
+        if q.faulty:
+            signature = signature_of(answer.adapter, mode, case.dtype, q)
+            faults.setdefault(signature, Fault(signature, q.sentence()))
+    sentence = next(iter(faults.values())).sentence if faults else ""
+    return Judgement(report.verdict, sentence, tuple(faults.values()), report)
 
 
 def signature_of(adapter: str, mode: str, dtype: str, fault: Quantity) -> Signature:

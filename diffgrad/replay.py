@@ -47,9 +47,9 @@ def replay(entries: Sequence[Entry], runner: Runner) -> Iterator[Replayed]:
 
 def compare(entry: Entry, now: Judgement) -> Replayed:
     """An ``open`` or ``convention`` entry must give its own signature again, a ``fixed`` one must give no fault."""
-    got = str(now.signature) if now.signature else now.verdict
+    got = ", ".join(str(f.signature) for f in now.faults) or now.verdict
     if entry.status == "fixed":
-        expected, same = "no fault", now.signature is None and now.report is not None
+        expected, same = "no fault", not now.faults and now.report is not None
     else:
-        expected, same = str(entry.signature), now.signature == entry.signature
+        expected, same = str(entry.signature), now.fault(entry.signature) is not None
     return Replayed(entry.id, entry.status, expected, got, now.sentence, same)
