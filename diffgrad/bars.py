@@ -324,12 +324,20 @@ def moments(x: Bounded, axes: Axes, eps: float, one_pass: bool = False) -> Momen
     return x.memo[key]
 
 
+def _mean(x: Bounded, axes: Axes, n: int) -> Bounded:
+    """The mean in any order, a running mean included: that divides at every step, so no sum is exact."""
+    val = x.val.sum(axes, keepdims=True) / n
+    if n == 1:
+        return Bounded(val, x.err.sum(axes, keepdims=True), x.p)
+    mag = x.mag.sum(axes, keepdims=True)
+    err = x.err.sum(axes, keepdims=True) / n + gamma(n + 2, x.p) * mag / n + _flushes(mag / n, 2 * n, x.p)
+    return settle(val, np.where(mag <= x.p.largest, err, np.inf), x.p)
+
+
 def _moments(x: Bounded, axes: Axes, eps: float, one_pass: bool) -> Moments:
     p = x.p
     n = int(np.prod([x.val.shape[i] for i in axes]))
-    mean = total(x, axes)
-    if n > 1:  # Dividing by one is exact.
-        mean = scale(mean, 1.0 / n, roundings=2.0)
+    mean = _mean(x, axes, n)
     # Error of the computed mean against the exact mean of the values the run really held.
     slip = mean.err - x.err.sum(axes, keepdims=True) / n
     slip = np.where(np.isfinite(slip), np.maximum(slip, 0.0), np.inf)

@@ -238,7 +238,7 @@ class Campaign:
             t.nodes_checked += report.nodes
             t.elements += report.elements
             t.vacuous += report.vacuous
-            if not judgement.faults:
+            if judgement.verdict == "ok":
                 t.worst[name] = max(t.worst.get(name, 0.0), report.worst_ratio)
         return judgement
 

@@ -65,8 +65,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def id(self) -> str:
-        """The file's stem: hash of the case, and the adapter it was seen in."""
-        return f"{self.case.id}-{self.signature.adapter}"
+        """The file's stem: hash of the case, then the framework, link and quantity that are at fault."""
+        s = self.signature
+        return "-".join((self.case.id, s.adapter, s.link.replace("+", "_"), s.condition.split(" ")[0].lower()))
 
 
 def entry_to_json(entry: Entry) -> bytes:

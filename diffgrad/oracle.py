@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diffgrad.bars import Array, Bounded, Precision, add, quiet, recorded
+from diffgrad.bars import Array, Bounded, Precision, add, quiet, recorded, settle
 from diffgrad.chains import Chain, Link
 from diffgrad.ops import Op, Vjp
 from diffgrad.trace import Trace
@@ -162,6 +162,7 @@ def _spread(chain: Chain, tensors: Tensors, p: Precision) -> Expected:
     rng = np.random.default_rng(0)
     strayed: dict[tuple[str, str], float] = defaultdict(float)
     moved = {key: np.zeros(centre.val.shape, np.bool_) for key, centre in _parts(plain).items()}
+    local = {key: centre.err for key, centre in _parts(plain).items()}
     for _ in range(_NOISY_RUNS):
         # One number an array: the furthest that any of its elements strayed. One run at a time, to save memory.
         noisy = Walk(chain, tensors, p, noise=lambda shape: rng.uniform(-1.0, 1.0, shape)).run()
@@ -169,10 +170,13 @@ def _spread(chain: Chain, tensors: Tensors, p: Precision) -> Expected:
         for key, centre in _parts(plain).items():
             strayed[key] = max(strayed[key], _furthest(displaced[key].val, centre.val))
             moved[key] |= displaced[key].val != centre.val
+            local[key] = np.maximum(local[key], displaced[key].err)
     out = Expected()
     for (part, name), centre in _parts(plain).items():
-        # What no displacement moves, as the zeros behind a relu, is exact.
-        getattr(out, part)[name] = centre.widen(np.where(moved[part, name], strayed[part, name], 0.0))
+        key = (part, name)
+        # What no displacement moves, as the zeros behind a relu, has its own link's bar only.
+        bar = local[key] + np.where(moved[key], strayed[key], 0.0)
+        getattr(out, part)[name] = settle(centre.val, bar, p, centre.cancelled)
     return out
 
 
