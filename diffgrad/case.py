@@ -103,7 +103,7 @@ def case_from_object(raw: Any) -> Case:
     """Validate a case that is already decoded JSON. Raises CaseError like case_from_json."""
     check_schema(raw)
     block = raw.get("block")
-    if isinstance(block, dict) and block.get("kind") not in BLOCKS:
+    if isinstance(block, dict) and str(block.get("kind")) not in BLOCKS:
         raise CaseError(f"block.kind = {block.get('kind')!r}: no such block; known are {', '.join(BLOCKS)}")
     return convert(raw, Case).check()
 

@@ -245,6 +245,8 @@ class _Identity(NamedTuple):
 
     @property
     def over_bar(self) -> float:
+        if not np.isfinite(self.bar):
+            return float("inf")  # an unbounded identity certifies nothing
         if self.bar > 0:
             return self.mismatch / self.bar
         return 0.0 if self.mismatch == 0 else float("inf")

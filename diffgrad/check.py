@@ -131,7 +131,7 @@ def check_links(chain: Chain, tensors: Tensors, trace: Trace, p: Precision, comp
     """Each link alone, on the framework's own recorded inputs."""
     expected = Walk(chain, tensors, p, trace, compiled).run()
     quantities = _compare_all(chain, expected, trace, p)
-    named = _name_looser(chain, tensors, trace, p, compiled, quantities)
+    named = _name_looser(chain, tensors, trace, p, compiled, expected, quantities)
     return Report((*named, *_strays(chain, trace)), len(chain.links), len(chain.nodes))
 
 
@@ -281,7 +281,13 @@ def _judge(rows: Sequence[_Row]) -> list[Quantity]:
 
 
 def _name_looser(
-    chain: Chain, tensors: Tensors, trace: Trace, p: Precision, compiled: bool, quantities: list[Quantity]
+    chain: Chain,
+    tensors: Tensors,
+    trace: Trace,
+    p: Precision,
+    compiled: bool,
+    expected: Expected,
+    quantities: list[Quantity],
 ) -> list[Quantity]:
     """Where a named cheaper algorithm of an op explains all that its link delivered, say ``lossy:<model>`` instead."""
     faulty = {q.link for q in quantities if q.faulty}
@@ -289,7 +295,7 @@ def _name_looser(
     for link in chain.links:
         if _title(link) not in faulty:
             continue
-        for model, op in _models(link, tensors, trace, p).items():
+        for model, op in _models(link, tensors, trace, p, expected).items():
             wider = Walk(chain, tensors, p, trace, compiled, {link.writes: op}).run()
             again = _compare_all(chain, wider, trace, p)
             mine = [i for i, q in enumerate(quantities) if q.link == _title(link)]
@@ -302,9 +308,10 @@ def _name_looser(
     return renamed
 
 
-def _models(link: Link, tensors: Tensors, trace: Trace, p: Precision) -> dict[str, Op]:
+def _models(link: Link, tensors: Tensors, trace: Trace, p: Precision, expected: Expected) -> dict[str, Op]:
     """The looser models that a link's recorded output suggests."""
-    held = {**tensors, **trace.acts}
+    shapes = {site: b.val.shape for site, b in expected.acts.items()}
+    held = {**tensors, **{site: v for site, v in trace.acts.items() if v.shape == shapes.get(site)}}
     wanted = [*link.reads, *link.feeds, *link.constants, link.writes]
     if any(name not in held for name in wanted):
         return {}

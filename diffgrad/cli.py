@@ -73,6 +73,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @_one_sentence
 def doctor(json: JsonFile = None) -> None:
     """Which frameworks can run here, in which version and mode, on which devices; and why not."""
+    _probe(json)
     report: dict[str, Any] = {"diffgrad": __version__, "adapters": {}}
     for name in ADAPTERS:
         try:

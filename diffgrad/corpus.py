@@ -105,6 +105,11 @@ def read_entry(path: Path) -> Entry:
     return entry
 
 
+def _cell(text: str) -> str:
+    """Text as one cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
 class Corpus:
     """A folder of entries."""
 
@@ -155,7 +160,7 @@ class Corpus:
         """Rewrite INDEX.md from the entries."""
         rows = [
             f"| [{e.id}]({e.id}.json) | {e.status} | {e.signature.adapter} | {e.case.block.kind} | "
-            f"{e.signature.link} | {e.signature.verdict} | {e.explanation or e.sentence} |"
+            f"{e.signature.link} | {e.signature.verdict} | {_cell(e.explanation or e.sentence)} |"
             for e in self.entries()
         ]
         head = [

@@ -260,6 +260,7 @@ class Mutant(NamedTuple):
 
 
 _CNX = ("convnext",)
+_LN_BACK = ("layernorm cotangent",)
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("bn_nodes_at_conv", "BN gamma/beta read the conv's cotangent", _NodesAtConv, ("batchnorm gradient",)),
@@ -327,6 +328,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("cnx_drop_on_skip", "the drop site on the skip of ConvNeXt", _DropOnSkip, ("droppath@pd",), _CNX),
     Mutant("cnx_output_masked", "a relu after ConvNeXt's add", _MaskedOutput, ("add@out activation",), _CNX),
     Mutant("bias_mean", "a bias gradient averaged", _NoBias, ("conv2d gradient", "depthwise gradient"), _CNX),
+    Mutant("stem_frozen", "LN statistics constant in the stem", _FrozenStatistics, _LN_BACK, ("convnext_stem",)),
+    Mutant("down_frozen", "LN statistics constant in a downsampling", _FrozenStatistics, _LN_BACK, ("convnext_down",)),
+    Mutant("head_frozen", "LN statistics constant in the head", _FrozenStatistics, _LN_BACK, ("convnext_head",)),
+    Mutant("net_frozen", "LN statistics constant in a net", _FrozenStatistics, _LN_BACK, ("convnext_net",)),
     Mutant("part_per_thousand", "gamma's gradient off by 0.1%", _PartPerThousand, ("batchnorm gradient",)),
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -58,9 +59,11 @@ def fuzz(result: Mapping[str, Any], abouts: Mapping[str, About], interrupted: bo
         ok, lossy = v.get("ok", 0), sum(n for k, n in v.items() if k.startswith("lossy"))
         faults = sum(v.get(k, 0) for k in ("wrong", "nonfinite", "crash", "hang", "error"))
         cells = (stats["runs"], ok, lossy, faults, stats["runs"] - ok - lossy - faults)
-        version = about.versions.get(name, "")
+        version = escape(about.versions.get(name, ""))
         cpu = result["framework_cpu_s"].get(name, 0.0)
-        table.add_row(name, version, about.mode, *map(str, cells), f"{stats['worst_error_over_bar']:.3f}", f"{cpu:.1f}")
+        table.add_row(
+            name, version, escape(about.mode), *map(str, cells), f"{stats['worst_error_over_bar']:.3f}", f"{cpu:.1f}"
+        )
     _out.print()
     _out.print(table)
     _out.print()
@@ -71,13 +74,14 @@ def fuzz(result: Mapping[str, Any], abouts: Mapping[str, About], interrupted: bo
         f"{100 * result['vacuous_share']:.2f}% of the elements prove nothing (bar above value)."
     )
     for reason, count in sorted(result["unsupported"].items()):
-        _out.print(f"not run, {count}x: {reason}")
+        _out.print(f"not run, {count}x: {escape(reason)}")
     for row in result["unconfirmed"]:
-        _out.print(f"not confirmed ({row['reason']}): {row['sentence']}")
+        _out.print(f"not confirmed ({row['reason']}): {escape(row['sentence'])}")
     for row in result["known_findings"]:
-        _out.print(f"known, {row['count']}x: {row['signature']}")
+        _out.print(f"known, {row['count']}x: {escape(row['signature'])}")
     for row in result["new_findings"]:
-        _out.print(f"[bold red]NEW[/] {row['signature']}\n    {row['sentence']}\n    diffgrad replay {row['file']}")
+        _out.print(f"[bold red]NEW[/] {escape(row['signature'])}\n    {escape(row['sentence'])}")
+        _out.print(f"    diffgrad replay {escape(row['file'])}")
     if interrupted:
         _out.print("Interrupted; what was found until then is saved.")
     elif result["new_findings"]:
@@ -98,9 +102,9 @@ def tied(net: str, nodes: int, name: str, result: Tied) -> None:
         f"error/bar {result.max_err_over_bar:.3f}, {100 * result.vacuous_share:.2f}% vacuous, {result.wall_s:.0f} s"
     )
     if result.known:
-        _out.print(f"    {len(result.known)} links with a known fault, such as {result.known[0]}")
+        _out.print(f"    {len(result.known)} links with a known fault, such as {escape(result.known[0])}")
     for complaint in result.wrong[:_MOST_COMPLAINTS]:
-        _out.print(f"    {complaint}")
+        _out.print(f"    {escape(complaint)}")
     if len(result.wrong) > _MOST_COMPLAINTS:
         _out.print(f"    and {len(result.wrong) - _MOST_COMPLAINTS} more (all are in --json)")
 
@@ -113,9 +117,9 @@ def doctor(report: Mapping[str, Any]) -> None:
     for name, row in report["adapters"].items():
         if row["runs"]:
             versions = ", ".join(f"{k} {v}" for k, v in row["versions"].items())
-            table.add_row(name, "yes", row["mode"], versions, ", ".join(row["devices"]))
+            table.add_row(name, "yes", row["mode"], escape(versions), escape(", ".join(row["devices"])))
         else:
-            table.add_row(name, "[red]no[/]", "", "", row["why"])
+            table.add_row(name, "[red]no[/]", "", "", escape(row["why"]))
     _out.print(f"diffgrad {report['diffgrad']}")
     _out.print(table)
 
@@ -124,11 +128,10 @@ def replay(results: Sequence[Replayed], path: Path) -> None:
     """What became of the saved cases."""
     for r in results:
         if not r.as_expected:
-            _out.print(
-                f"[bold red]changed[/] {r.id} ({r.status}): expected {r.expected}, got {r.got}\n    {r.sentence}"
-            )
+            _out.print(f"[bold red]changed[/] {r.id} ({r.status}): expected {escape(r.expected)}, got {escape(r.got)}")
+            _out.print(f"    {escape(r.sentence)}")
     same = sum(r.as_expected for r in results)
-    _out.print(f"{len(results)} saved cases in {path}: {same} as expected, {len(results) - same} changed.")
+    _out.print(f"{len(results)} saved cases in {escape(str(path))}: {same} as expected, {len(results) - same} changed.")
 
 
 def certify(certificates: Sequence[Certificate]) -> None:
@@ -158,4 +161,4 @@ def mutants(kills: Sequence[Kill], cases: int, alarms: Sequence[str]) -> None:
         f"{sum(k.killed for k in kills)} of {len(kills)} killed; {cases} clean cases, {len(alarms)} false alarms."
     )
     for alarm in alarms:
-        _out.print(f"[bold red]false alarm[/] {alarm}")
+        _out.print(f"[bold red]false alarm[/] {escape(alarm)}")

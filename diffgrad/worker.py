@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -121,9 +123,13 @@ class Worker:
         self.generation += 1
         self.about = None
         self.log = self.logs / f"{self.name}-{os.getpid()}-{self.generation}.log"
-        env = "".join(f"//env:{k}={v}" for k, v in {**ENVIRONMENT, **self.environment}.items())
+        # Through env(1): libraries read some of these when the process starts, before execnet could set them.
+        env = [f"{k}={v}" for k, v in {**ENVIRONMENT, **self.environment}.items()]
+        command = shlex.join(["env", *env, self.python])
         self._group = execnet.Group()
-        gateway = self._group.makegateway(f"popen//python={self.python}//execmodel=main_thread_only{env}")
+        if shutil.which(self.python) is None:
+            raise WorkerError(f"{self.name}: there is no interpreter {self.python}")
+        gateway = self._group.makegateway(f"popen//python={command}//execmodel=main_thread_only")
         self._channel = gateway.remote_exec(
             _remote, root=str(Path(__file__).resolve().parent.parent), name=self.name, log=str(self.log)
         )
@@ -159,7 +165,9 @@ class Worker:
             self._post(job)
 
     def _post(self, job: _Job) -> None:
-        self._channel.send(msgspec.json.encode({"case": msgspec.Raw(job.case.to_json()), "quick": job.quick}))
+        # A process that died meanwhile says so through the queue, where its first job is counted as lost.
+        with contextlib.suppress(OSError):
+            self._channel.send(msgspec.json.encode({"case": msgspec.Raw(job.case.to_json()), "quick": job.quick}))
 
     def done(self) -> _Job:
         """The oldest job has its answer; the next one's time starts."""
@@ -237,6 +245,9 @@ class Workers:
 
     def run(self, cases: Iterable[Case], adapters: Sequence[str] | None = None, quick: bool = True) -> Iterator[Answer]:
         busy = [self._workers[n] for n in adapters or self._workers]
+        while any(w.jobs for w in busy):  # left over from a run that was not read to its end
+            for _ in self._next(busy):
+                pass
         source = iter(cases)
         more = True
         while True:
