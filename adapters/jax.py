@@ -67,12 +67,15 @@ class JaxAdapter(Adapter):
             program, sites = self._program(spec, case.dtype)
             taps = {s: np.zeros(shape, case.dtype) for s, shape in sites.items()}
             out, acts, grads, cots = jax.tree.map(np.asarray, program(t, taps))
+            stepped = {k: t[k] for k in grads if k != spec.input().name} if case.lr else {}
+            updates = {k: np.asarray(jnp.asarray(v) - case.lr * jnp.asarray(grads[k])) for k, v in stepped.items()}
         x = spec.input().name
         return (
             Trace(
                 acts=from_nhwc(spec, acts | {"out": out}),
                 cots=from_nhwc(spec, cots | {k: v for k, v in grads.items() if k == x}),
                 grads=from_nhwc(spec, {k: v for k, v in grads.items() if k != x}),
+                updates=from_nhwc(spec, updates),
             ),
             clock.seconds,
         )

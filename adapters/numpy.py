@@ -98,6 +98,7 @@ class NumpyAdapter(Adapter):
                 acts={s: v.value for s, v in sites.items()} | {"out": out.value},
                 cots={s: g for s, g in nodes.items() if g is not None},
                 grads={s: g for s, g in grads.items() if g is not None},
+                updates={s: self.step(tensors[s], g, case.lr) for s, g in grads.items() if g is not None and case.lr},
             ),
             clock.seconds,
         )
@@ -225,6 +226,10 @@ class NumpyAdapter(Adapter):
     def convnext_net(self, b: ConvNeXtNetSpec, t: dict[str, Var], tap: Tap) -> Var:
         """The whole net and its loss."""
         return self.cross_entropy(self.run_blocks(b.blocks(), b.boundaries(), t, tap), t["target"].value)
+
+    def step(self, theta: Floats, gradient: Floats, lr: float) -> Floats:
+        """Plain SGD."""
+        return np.asarray(theta - theta.dtype.type(lr) * gradient)
 
     # Primitives: value, parents, and the pull-back in the same precision.
 

@@ -63,11 +63,16 @@ class TensorFlowAdapter(Adapter):
             got = tape.gradient(out, wanted, output_gradients=t["dy"])
         cots = {name: g.numpy() for name, g in got.items() if g is not None}
         x = spec.input().name
+        stepped = {s: tf.Variable(t[s]) for s in cots if s in leaves and s != x} if case.lr else {}
+        if stepped:
+            optimizer = tf.keras.optimizers.SGD(learning_rate=case.lr)
+            optimizer.apply_gradients([(got[s], theta) for s, theta in stepped.items()])
         return (
             Trace(
                 acts=from_nhwc(spec, {s: v.numpy() for s, v in sites.items()} | {"out": np.asarray(out)}),
                 cots=from_nhwc(spec, {s: g for s, g in cots.items() if s in sites or s == x}),
                 grads=from_nhwc(spec, {s: g for s, g in cots.items() if s in leaves and s != x}),
+                updates=from_nhwc(spec, {s: theta.numpy() for s, theta in stepped.items()}),
             ),
             clock.seconds,
         )

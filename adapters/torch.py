@@ -64,11 +64,17 @@ class TorchAdapter(Adapter):
             got = torch.autograd.grad(out, list(wanted.values()), t["dy"], allow_unused=True)
         cots = {name: g.numpy() for name, g in zip(wanted, got, strict=True) if g is not None}
         x = spec.input().name
+        stepped = {s: leaves[s] for s in cots if s in leaves and s != x} if case.lr else {}
+        if stepped:
+            for s, theta in stepped.items():
+                theta.grad = torch.from_numpy(cots[s])
+            torch.optim.SGD(stepped.values(), lr=case.lr).step()
         return (
             Trace(
                 acts={s: v.detach().numpy() for s, v in sites.items()} | {"out": out.detach().numpy()},
                 cots={s: g for s, g in cots.items() if s in sites or s == x},
                 grads={s: g for s, g in cots.items() if s in leaves and s != x},
+                updates={s: theta.detach().numpy() for s, theta in stepped.items()},
             ),
             clock.seconds,
         )

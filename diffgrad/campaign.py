@@ -18,8 +18,10 @@ from diffgrad.strategies import Batch, batches, sample
 from diffgrad.strategies.cases import DTYPES, quiet_settings
 from diffgrad.worker import Answer, Runner
 
-_ROUND = 40
+_ROUND = 20
 """Batches drawn at a time; a new finding ends the round."""
+_MOST_DOUBTS = 5
+"""How often a fault that goes away with the default compile options is shrunk and tried again."""
 _SHRINK_CALLS = 300
 _SHRINK_SECONDS = 60.0
 
@@ -108,6 +110,7 @@ class Campaign:
         self._progress = progress
         self._modes = {name: about.mode for name, about in runner.about().items()}
         self._known = corpus.known()
+        self._doubted: Counter[str] = Counter()
         self._deadline = float("inf")
 
     def run(self, key: int, seconds: float | None = None, examples: int | None = None) -> Tally:
@@ -145,7 +148,8 @@ class Campaign:
         def feed() -> Iterator[Case]:
             for batch in drawn:
                 for case in batch.cases():
-                    if hunts or time.monotonic() >= self._deadline:
+                    late = self.tally.cases > 0 and time.monotonic() >= self._deadline
+                    if hunts or late:
                         return
                     origin[case] = batch
                     self.tally.cases += 1
@@ -158,7 +162,7 @@ class Campaign:
                 name = str(fault.signature)
                 if name in self._known:
                     self.tally.known[name] += 1
-                elif name not in hunts:
+                elif name not in hunts and self._doubted[name] < _MOST_DOUBTS:
                     hunts[name] = _Hunt(answer.adapter, fault, origin[answer.case], answer.case)
         return list(hunts.values())
 
@@ -198,18 +202,19 @@ class Campaign:
     def _settle(self, hunt: _Hunt) -> None:
         """Confirm the shrunk fault as an ordinary user would run it, then save it."""
         signature = hunt.fault.signature
-        self._known.add(str(signature))
         again = next(iter(self._runner.run([hunt.case], [hunt.adapter], quick=False)))
         confirmed = judge(again, self._modes[hunt.adapter])
         explanation = ""
         if confirmed.fault(signature) is None:
             if self._modes[hunt.adapter] in COMPILED_MODES and not confirmed.faults:
+                self._doubted[str(signature)] += 1
                 reason = "gone with the default compile options"
                 self.tally.unconfirmed.append(
                     {"signature": str(signature), "reason": reason, "sentence": hunt.fault.sentence}
                 )
                 return
             explanation = f"not the same on a second run, which gave: {confirmed.sentence or confirmed.verdict}"
+        self._known.add(str(signature))
         entry = Entry(
             case=hunt.case,
             signature=signature,

@@ -26,12 +26,14 @@ T = TypeVar("T")
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What is run: a block, a dtype and values. Hashable, comparable, and identified by the hash of its JSON.
 
-    ``overrides`` replaces single elements after the draw: tensor name -> flat index -> value.
+    ``lr`` is the learning rate of a plain SGD step after the backward, 0 for none. ``overrides`` replaces single
+    elements after the draw: tensor name -> flat index -> value.
     """
 
     schema: int = msgspec.field(default_factory=lambda: SCHEMA)  # by a factory, so that it is always written
     block: AnySpec
     dtype: Dtype = "float32"
+    lr: float = 0.0
     values: Values = Values()
     overrides: dict[str, dict[str, float]] = {}
 
@@ -51,6 +53,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the case itself, or raise CaseError naming the field and value that make no sense."""
         self.block.check()
         check_values(self.values)
+        if not 0.0 <= self.lr <= 1.0:
+            raise CaseError(f"lr = {self.lr}: must be from 0 (no step) to 1")
         tensors = {t.name: t.shape for t in self.block.tensors()}
         elements = sum(int(np.prod(s, dtype=object)) for s in tensors.values())
         if elements > _MOST_ELEMENTS:
@@ -80,7 +84,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             if not np.isfinite(cast).all():
                 raise CaseError(
                     f"values: {t.name} overflows {self.dtype} at family {self.values.family}, "
-                    f"exponent {self.values.exponent}"
+                    f"exponent {self.values.exponent}, or by an override"
                 )
             out[t.name] = cast
         return out

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from diffgrad.bars import PRECISIONS, Bounded, Precision, quiet, recorded
+from diffgrad.bars import PRECISIONS, Bounded, Precision, quiet, recorded, scale
 from diffgrad.chains import Chain, Link
 from diffgrad.ops import Op
 from diffgrad.oracle import Expected, Tensors, Walk, end_to_end
@@ -29,7 +29,8 @@ class Quantity(msgspec.Struct, frozen=True):
         what: ``activation``, ``cotangent`` or ``gradient``.
         name: the site (activation), the documents' cotangent name, or the parameter node.
         verdict: ok | lossy:<model> | wrong | nonfinite | vacuous.
-        note: in words, what is wrong beyond the numbers (missing, shape, dtype); empty otherwise.
+        defect: what is wrong beyond the numbers: ``missing``, ``shape``, ``dtype`` or ``stray``; empty otherwise.
+        note: the defect in words.
         index, got, expected, error, bar: the element with the worst error/bar.
         ratio: worst error/bar over elements with a finite, non-zero bar.
         elements, vacuous: how many elements were compared, and how many prove nothing.
@@ -39,6 +40,7 @@ class Quantity(msgspec.Struct, frozen=True):
     what: str
     name: str
     verdict: str
+    defect: str = ""
     note: str = ""
     index: tuple[int, ...] = ()
     got: float = 0.0
@@ -107,7 +109,13 @@ class Report:
 
 
 def check_run(
-    chain: Chain, tensors: Tensors, trace: Trace, dtype: str, compiled: bool = False, whole: Expected | None = None
+    chain: Chain,
+    tensors: Tensors,
+    trace: Trace,
+    dtype: str,
+    compiled: bool = False,
+    whole: Expected | None = None,
+    lr: float = 0.0,
 ) -> Report:
     """Check a recorded run: link by link in its own precision and, in float64, end to end as well.
 
@@ -118,9 +126,11 @@ def check_run(
         dtype: ``float32`` or ``float64``.
         compiled: True for modes in which a compiler may recompute a producer inside its consumer.
         whole: the end-to-end expectation, if the caller has it already (it is the same for every framework).
+        lr: the learning rate of the SGD step after the backward; 0 if there is none.
     """
     p = PRECISIONS[dtype]
     report = check_links(chain, tensors, trace, p, compiled)
+    report = Report(report.quantities + tuple(_steps(chain, tensors, trace, p, lr)), report.links, report.nodes)
     if dtype == "float64" and report.verdict in ("ok", "vacuous"):
         expected = whole or end_to_end(chain, tensors, p)
         return Report(report.quantities + tuple(_compare_all(chain, expected, trace, p)), report.links, report.nodes)
@@ -133,6 +143,25 @@ def check_links(chain: Chain, tensors: Tensors, trace: Trace, p: Precision, comp
     quantities = _compare_all(chain, expected, trace, p)
     named = _name_looser(chain, tensors, trace, p, compiled, expected, quantities)
     return Report((*named, *_strays(chain, trace)), len(chain.links), len(chain.nodes))
+
+
+def _steps(chain: Chain, tensors: Tensors, trace: Trace, p: Precision, lr: float) -> list[Quantity]:
+    """theta - lr*g of every parameter, on the gradient that the framework delivered."""
+    if not lr:
+        return [
+            Quantity(f"sgd@{name}", "update", name, "wrong", "stray", "delivered, but the case has no step")
+            for name in trace.updates
+        ]
+    rows = []
+    for node in chain.nodes:
+        theta, g = tensors[node], trace.grads.get(node)
+        if g is None or g.shape != theta.shape:
+            continue  # its absence is reported as the gradient's
+        with quiet():
+            move = scale(recorded(g.astype(np.float64), p), lr, roundings=2.0)  # lr itself is rounded, too
+            expected = recorded(theta.astype(np.float64), p) - move
+        rows.append(_Row(f"sgd@{node}", "update", node, trace.updates.get(node), expected))
+    return compare(rows, p)
 
 
 class _Row(NamedTuple):
@@ -172,7 +201,7 @@ def _strays(chain: Chain, trace: Trace) -> list[Quantity]:
     known = {"activation": written, "cotangent": sites - {chain.output}, "gradient": set(chain.nodes)}
     got = {"activation": trace.acts, "cotangent": trace.cots, "gradient": trace.grads}
     return [
-        Quantity("block", what, name, "wrong", note="delivered, but this block has none")
+        Quantity("block", what, name, "wrong", "stray", "delivered, but this block has none")
         for what in known
         for name in got[what]
         if name not in known[what]
@@ -220,14 +249,14 @@ def _refusal(row: _Row, p: Precision) -> Quantity | None:
     """The verdict on an array that cannot even be compared; None where it can."""
     got, shape = row.got, row.expected.val.shape
     if got is None:
-        note = "not delivered (None or missing)"
+        defect, note = "missing", "not delivered (None or missing)"
     elif got.shape != shape:
-        note = f"shape {got.shape}, expected {shape}"
+        defect, note = "shape", f"shape {got.shape}, expected {shape}"
     elif got.dtype.name != p.name:
-        note = f"dtype {got.dtype.name}, expected {p.name}"
+        defect, note = "dtype", f"dtype {got.dtype.name}, expected {p.name}"
     else:
         return None
-    return Quantity(row.link, row.what, row.name, "wrong", note=note)
+    return Quantity(row.link, row.what, row.name, "wrong", defect, note)
 
 
 def _judge(rows: Sequence[_Row]) -> list[Quantity]:

@@ -79,7 +79,7 @@ def entry_to_json(entry: Entry) -> bytes:
 
 
 def read_entry(path: Path) -> Entry:
-    """Read one corpus file, or a file that holds a bare case.
+    """Read one corpus file.
 
     Raises:
         CorpusError: one sentence naming the file and what is wrong with it.

@@ -71,12 +71,15 @@ def judge(answer: Answer, mode: str) -> Judgement:
         case.dtype,
         mode in COMPILED_MODES,
         _whole(case) if case.dtype == "float64" else None,
+        case.lr,
     )
     faults: dict[Signature, Fault] = {}
-    for q in report.quantities:
-        if q.faulty:
-            signature = signature_of(answer.adapter, mode, case.dtype, q)
-            faults.setdefault(signature, Fault(signature, q.sentence()))
+    faulty = [q for q in report.quantities if q.faulty]
+    if any(q.defect for q in faulty):
+        faulty = faulty[:1]  # a part that is missing or misshapen leaves its mark on everything around it
+    for q in faulty:
+        signature = signature_of(answer.adapter, mode, case.dtype, q)
+        faults.setdefault(signature, Fault(signature, q.sentence()))
     sentence = next(iter(faults.values())).sentence if faults else ""
     return Judgement(report.verdict, sentence, tuple(faults.values()), report)
 
@@ -84,7 +87,7 @@ def judge(answer: Answer, mode: str) -> Judgement:
 def signature_of(adapter: str, mode: str, dtype: str, fault: Quantity) -> Signature:
     """What makes a fault the same one wherever it shows: sites and sizes do not count."""
     link = "+".join(part.split("@")[0] for part in fault.link.split("+"))
-    condition = f"{fault.what} {fault.note.split(' ')[0]}".strip() if fault.note else fault.what
+    condition = f"{fault.what} {fault.defect}".strip()
     return Signature(adapter, mode, dtype, link, fault.verdict, condition)
 
 

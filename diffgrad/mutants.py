@@ -240,6 +240,16 @@ class _NoBias(NumpyAdapter):
         return Var(super().bias(x, b).value, (x, b), lambda dy: (dy, dy.mean((0, 2, 3))))
 
 
+class _StepUphill(NumpyAdapter):
+    def step(self, theta: Floats, gradient: Floats, lr: float) -> Floats:
+        return super().step(theta, -gradient, lr)
+
+
+class _StepWithoutRate(NumpyAdapter):
+    def step(self, theta: Floats, gradient: Floats, lr: float) -> Floats:
+        return super().step(theta, gradient, 1.0)
+
+
 class _PartPerThousand(NumpyAdapter):
     def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats, shared: tuple[int, ...]) -> tuple[Floats, Floats]:
         gain, shift = super().bn_nodes(dy, dx, normed, shared)
@@ -332,6 +342,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("down_frozen", "LN statistics constant in a downsampling", _FrozenStatistics, _LN_BACK, ("convnext_down",)),
     Mutant("head_frozen", "LN statistics constant in the head", _FrozenStatistics, _LN_BACK, ("convnext_head",)),
     Mutant("net_frozen", "LN statistics constant in a net", _FrozenStatistics, _LN_BACK, ("convnext_net",)),
+    Mutant("step_uphill", "theta + lr*g", _StepUphill, ("sgd update",), ("uib", "convnext")),
+    Mutant("step_without_rate", "theta - g without the learning rate", _StepWithoutRate, ("sgd update",), ("uib",)),
     Mutant("part_per_thousand", "gamma's gradient off by 0.1%", _PartPerThousand, ("batchnorm gradient",)),
 )
 

@@ -53,6 +53,8 @@ class Walk:
         ops: replacements for some links' ops, keyed by the site they write (named looser models).
         noise: end to end only: every link reads its producer's value displaced within its bar at random, as if exact.
             With zero noise every link reads the plain value, so that each bar is that of its own link alone.
+        doubt: end to end only: the error of what every link reads, by ("acts", site) or ("cots", site), instead of
+            the propagated one.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Walk:
         compiled: bool = False,
         ops: Mapping[str, Op] | None = None,
         noise: Callable[[tuple[int, ...]], Array] | None = None,
+        doubt: Mapping[tuple[str, str], Array] | None = None,
     ) -> None:
         self._chain = chain
         self._p = p
@@ -71,6 +74,7 @@ class Walk:
         self._compiled = compiled and trace is not None
         self._ops = ops or {}
         self._noise = noise
+        self._doubt = doubt
         self._given = {name: recorded(v.astype(np.float64), p) for name, v in tensors.items()}
 
     def run(self) -> Expected:
@@ -96,7 +100,7 @@ class Walk:
             if self._compiled and op.stored(ps)[0]:
                 own = op.bound(tuple(fed[s].plain for s in link.reads), ps)
             out.acts[link.writes] = y
-            fed[link.writes] = self._feed(y, own.err, self._trace.acts.get(link.writes) if self._trace else None)
+            fed[link.writes] = self._feed(("acts", link.writes), y, own.err)
         return fed
 
     def _backward(self, out: Expected, fed: dict[str, _Fed]) -> None:
@@ -125,13 +129,17 @@ class Walk:
         dy = terms[0] if len(terms) == 1 else add(*terms)
         out.cots[site] = dy
         carried: Array = parts[site][0][1] if len(terms) == 1 else dy.err
-        return self._feed(dy, carried, self._trace.cots.get(site) if self._trace else None)
+        return self._feed(("cots", site), dy, carried)
 
-    def _feed(self, expected: Bounded, carried: Array, got: NDArray[Any] | None) -> _Fed:
+    def _feed(self, key: tuple[str, str], expected: Bounded, carried: Array) -> _Fed:
         if self._noise is not None:
             return _fed(_displaced(expected, self._noise))
+        if self._doubt is not None:
+            return _fed(Bounded(expected.val, self._doubt[key], self._p))
         if self._trace is None:
             return _fed(expected)
+        part, site = key
+        got = getattr(self._trace, part).get(site)
         if got is None or got.shape != expected.val.shape:
             # Its absence is reported where it is due; downstream nothing can be said.
             return _fed(Bounded(expected.val, np.full_like(expected.val, np.inf), self._p))
@@ -161,7 +169,6 @@ def _spread(chain: Chain, tensors: Tensors, p: Precision) -> Expected:
     plain = Walk(chain, tensors, p, noise=np.zeros).run()
     rng = np.random.default_rng(0)
     strayed: dict[tuple[str, str], float] = defaultdict(float)
-    moved = {key: np.zeros(centre.val.shape, np.bool_) for key, centre in _parts(plain).items()}
     local = {key: centre.err for key, centre in _parts(plain).items()}
     for _ in range(_NOISY_RUNS):
         # One number an array: the furthest that any of its elements strayed. One run at a time, to save memory.
@@ -169,13 +176,15 @@ def _spread(chain: Chain, tensors: Tensors, p: Precision) -> Expected:
         displaced = _parts(noisy)
         for key, centre in _parts(plain).items():
             strayed[key] = max(strayed[key], _furthest(displaced[key].val, centre.val))
-            moved[key] |= displaced[key].val != centre.val
             local[key] = np.maximum(local[key], displaced[key].err)
+    # Both are bounds: how far the noise took an array, and what one link makes of the doubt in what it reads. The
+    # latter is 0 behind a mask that is certain.
+    doubt = {key: err + strayed[key] for key, err in local.items()}
+    linked = _parts(Walk(chain, tensors, p, doubt=doubt).run())
     out = Expected()
-    for (part, name), centre in _parts(plain).items():
-        key = (part, name)
-        # What no displacement moves, as the zeros behind a relu, has its own link's bar only.
-        bar = local[key] + np.where(moved[key], strayed[key], 0.0)
+    for key, centre in _parts(plain).items():
+        part, name = key
+        bar = np.minimum(doubt[key], linked[key].err)
         getattr(out, part)[name] = settle(centre.val, bar, p, centre.cancelled)
     return out
 

@@ -18,11 +18,13 @@ class Trace(msgspec.Struct, frozen=True):
         acts: activation site -> array.
         cots: activation site -> cotangent there. The output's cotangent is given, so it is not repeated.
         grads: parameter -> gradient. A gradient that the framework did not deliver is absent.
+        updates: parameter -> its value after the SGD step, where the case asks for one.
     """
 
     acts: Arrays
     cots: Arrays
     grads: Arrays
+    updates: Arrays = {}
 
 
 class Outcome(msgspec.Struct, frozen=True):

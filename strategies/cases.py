@@ -17,20 +17,27 @@ T = TypeVar("T")
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
 
+RATES = st.sampled_from((0.0, 0.0, 0.0, 0.1, 2.0**-7))
+"""Learning rates of the SGD step; most cases have none."""
+
 _USUAL = {"offset": (0, 10), "tiny": (0, 40), "huge": (0, 30), "wide": (0, 6)}
 """Exponents drawn most of the time; the family's full range now and then."""
 
 
 class Batch(NamedTuple):
-    """Several value draws of one block and dtype."""
+    """Several value draws of one block, dtype and learning rate (0: no step)."""
 
     block: Spec
     dtype: Dtype
     draws: tuple[Values, ...]
+    lr: float = 0.0
 
     def cases(self) -> tuple[Case, ...]:
         """One case per draw."""
-        return tuple(Case(block=self.block, dtype=self.dtype, values=v) for v in self.draws)  # type: ignore[arg-type]
+        return tuple(
+            Case(block=self.block, dtype=self.dtype, lr=self.lr, values=v)  # type: ignore[arg-type]
+            for v in self.draws
+        )
 
 
 @st.composite
@@ -50,7 +57,8 @@ def batches(
     """A block spec, a dtype, and up to ``most`` value draws."""
     block = draw(SPECS[draw(st.sampled_from(tuple(blocks)))]())
     dtype = draw(st.sampled_from(tuple(dtypes)))
-    return Batch(block, dtype, tuple(draw(st.lists(values(), min_size=1, max_size=most))))  # type: ignore[arg-type]
+    draws = tuple(draw(st.lists(values(), min_size=1, max_size=most)))
+    return Batch(block, dtype, draws, draw(RATES))  # type: ignore[arg-type]
 
 
 def cases(blocks: Sequence[str] = tuple(BLOCKS), dtypes: Sequence[str] = DTYPES) -> st.SearchStrategy[Case]:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import erf
+from scipy.special import erfc
 
 from diffgrad.bars import ERF_ROUNDINGS, Array, Bounded, lift
 from diffgrad.ops.base import Numbers, Op, Vjp
@@ -20,6 +20,8 @@ _A = 0.044715
 
 # From here on tanh(q) and erf(q) are 1 in every precision, and 1 - tanh(q)**2 is 0.
 _SATURATED = 20.0
+# Beyond this the tail e**2q (or erfc) is 0 in float64, too.
+_UNDERFLOW = 350.0
 # Bounds of |f'| (at most 1.13) and |f''| (at most 0.8, at 0), for an uncertain input.
 _SLOPE = 1.2
 _BEND = 1.0
@@ -33,10 +35,10 @@ class _Gelu(Op):
 
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         x = xs[0]
-        return np.asarray(0.5 * x * (1.0 + self.gate(x)))
+        return np.asarray(0.5 * x * self.opening(x))
 
-    def gate(self, x: Numbers) -> Numbers:
-        """t(x), from -1 to 1; analytic."""
+    def opening(self, x: Numbers) -> Numbers:
+        """1 + t(x), from 0 to 2, without cancellation; analytic."""
         raise NotImplementedError
 
     def gate_error(self, x: Array, t: Array, u: float) -> Array:
@@ -50,20 +52,23 @@ class _Gelu(Op):
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
         x = xs[0]
         u = x.p.u
-        t = self.gate(x.val)
-        half = 0.5 * np.abs(x.val)
-        val = 0.5 * x.val * (1.0 + t)
-        err = half * (self.gate_error(x.val, t, u) + 4.0 * u * (1.0 + t)) + _SLOPE * x.err
-        return lift(val, err + np.minimum(np.abs(val), 2.0 * x.p.tiny), x.p)
+        opening = self.opening(x.val)
+        val = 0.5 * x.val * opening
+        err = 0.5 * np.abs(x.val) * (self.gate_error(x.val, opening - 1.0, u) + 4.0 * u * opening) + _SLOPE * x.err
+        # Where 1 + t has rounded to 0, a kernel may also keep the tail.
+        tail = np.where(opening <= 2.0 * u, 1.5 * np.abs(val), 0.0)
+        return lift(val, err + np.maximum(tail, np.minimum(np.abs(val), 2.0 * x.p.tiny)), x.p)
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         x = xs[0]
         u = x.p.u
-        t = self.gate(x.val)
+        opening = self.opening(x.val)
+        t = opening - 1.0
         t_err = self.gate_error(x.val, t, u)
         tail, tail_err = self.slope(x.val, t, t_err, u)
-        val = 0.5 * (1.0 + t) + tail
-        err = 0.5 * t_err + 2.0 * u * (1.0 + t) + tail_err + 4.0 * u * np.abs(tail) + _BEND * x.err + 4.0 * x.p.tiny
+        val = 0.5 * opening + tail
+        err = 0.5 * t_err + 2.0 * u * opening + tail_err + 4.0 * u * np.abs(tail) + _BEND * x.err + 4.0 * x.p.tiny
+        err = err + np.where(opening <= 2.0 * u, 1.5 * (0.5 * opening + np.abs(tail)), 0.0)
         return Vjp((dy * lift(val, err, x.p),), ())
 
 
@@ -71,10 +76,10 @@ class _Gelu(Op):
 class GeluTanh(_Gelu):
     """t = tanh(q), q = sqrt(2/pi)*(x + 0.044715*x**3): the documents' GELU."""
 
-    def gate(self, x: Numbers) -> Numbers:
+    def opening(self, x: Numbers) -> Numbers:
         q = _K * (x + _A * x**3)
-        near = np.abs(q.real) < _SATURATED  # complex tanh overflows where the real one is flat
-        return np.where(near, np.tanh(np.where(near, q, 0)), np.sign(q.real))
+        near = q.real > -_UNDERFLOW
+        return np.where(near, 2.0 / (1.0 + np.exp(-2.0 * np.where(near, q, 0.0))), 0.0)
 
     def gate_error(self, x: Array, t: Array, u: float) -> Array:
         q = _K * (np.abs(x) + _A * np.abs(x) ** 3)
@@ -104,10 +109,9 @@ class GeluErf(_Gelu):
             return {}
         return {"approximate_erf": GeluErf(approximation=1.5e-7 + ERF_ROUNDINGS * y.p.u)}
 
-    def gate(self, x: Numbers) -> Numbers:
-        z = x / math.sqrt(2.0)
-        near = np.abs(z.real) < _SATURATED
-        return np.where(near, erf(np.where(near, z, 0)), np.sign(z.real))
+    def opening(self, x: Numbers) -> Numbers:
+        near = x.real > -_UNDERFLOW
+        return np.where(near, erfc(-np.where(near, x, 0.0) / math.sqrt(2.0)), 0.0)
 
     def gate_error(self, x: Array, t: Array, u: float) -> Array:
         density = np.exp(-0.5 * x * x) * _K

@@ -1,0 +1,168 @@
+"""Cases: JSON in and out, identity, and one sentence for every input that makes no sense."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffgrad.case import SCHEMA, Case, case_from_json, case_from_object
+from diffgrad.specs import CaseError, Drop, UibSpec
+from diffgrad.strategies import cases
+from diffgrad.values import Values
+from tests.helpers import KINDS, SMALLEST, UIB, ordinary
+
+BASE: dict[str, Any] = {
+    "schema": 1,
+    "block": {"kind": "uib", "n": 2, "h": 3, "w": 3, "c": 2, "drop": {"keep": 0.5, "kept": [True, False]}},
+    "values": {"family": "offset", "seed": 1, "exponent": 3},
+}
+
+BAD: tuple[tuple[str, Any, str], ...] = (
+    # field to replace, value, what the sentence says
+    ("schema", "1", "schema = '1': must be a whole number from 1 to 1"),
+    ("schema", 0, "schema = 0: must be a whole number from 1 to 1"),
+    ("schema", 1.5, "schema = 1.5: must be a whole number from 1 to 1"),
+    ("schema", SCHEMA + 1, "schema = 2: written by a newer diffgrad; this one reads up to 1, so upgrade it"),
+    ("dtype", "float16", "dtype = 'float16': Invalid enum value 'float16'"),
+    ("overides", {}, "Object contains unknown field `overides`"),
+    ("block", 3, "block = 3: Expected `object`, got `int`"),
+    ("block.kind", "uibx", "block.kind = 'uibx': no such block; known are uib"),
+    ("block.kind", None, "block.kind = None: no such block; known are uib"),
+    ("block.stride", 2, "block: Object contains unknown field `stride`"),
+    ("block.n", "2", "block.n = '2': Expected `int`, got `str`"),
+    ("block.n", 0, "uib.n = 0: must be at least 1"),
+    ("block.h", -1, "uib.h = -1: must be at least 1"),
+    ("block.c", 0, "uib.c = 0: must be at least 1"),
+    ("block.expand", 0, "uib.expand = 0: must be at least 1"),
+    ("block.pre_k", 4, "uib.pre_k = 4: must be 0 (no depthwise) or odd"),
+    ("block.post_k", -3, "uib.post_k = -3: must be 0 (no depthwise) or odd"),
+    ("block.h", 2**40, "uib: its tensors hold 26388279066642 elements, more than 268435456"),
+    ("block.drop.keep", 0, "uib.drop.keep = 0.0: must be above 0 and at most 1"),
+    ("block.drop.keep", 1.5, "uib.drop.keep = 1.5: must be above 0 and at most 1"),
+    ("block.drop.kept", [True], "uib.drop.kept has 1 flags: must have one per example, and n = 2"),
+    ("block.drop.kept", [True, 1], "block.drop.kept[1] = 1: Expected `bool`, got `int`"),
+    ("values.family", "norml", "values.family = 'norml': must be one of normal, dyadic, offset"),
+    ("values.exponent", 15, "values.exponent = 15: family offset takes 0 to 14"),
+    ("values.exponent", -1, "values.exponent = -1: family offset takes 0 to 14"),
+    ("values.seed", -1, "values.seed = -1: must be at least 0 and below 2**64"),
+    ("values.seed", 2**64, "values.seed = 18446744073709551616: must be at least 0 and below 2**64"),
+    ("overrides", {"y": {"0": 1}}, "overrides.y: uib has no such tensor; it has x, eW, eg, ebt, pW, pg, pbt, drop, dy"),
+    ("overrides", {"x": {"36": 1}}, "overrides.x[36]: must be a flat index from 0 to 35"),
+    ("overrides", {"x": {"-1": 1}}, "overrides.x[-1]: must be a flat index from 0 to 35"),
+    ("overrides", {"x": {"0": "a"}}, "Expected `float`, got `str`"),
+)
+
+
+def with_field(path: str, value: Any) -> dict[str, Any]:
+    """BASE with one field replaced."""
+    raw = copy.deepcopy(BASE)
+    *parents, last = path.split(".")
+    at = raw
+    for parent in parents:
+        at = at[parent]
+    at[last] = value
+    return raw
+
+
+@pytest.mark.parametrize(("path", "value", "sentence"), BAD, ids=lambda v: str(v)[:40])
+def test_what_makes_no_sense_is_named(path: str, value: Any, sentence: str) -> None:
+    with pytest.raises(CaseError) as e:
+        case_from_object(with_field(path, value))
+    assert sentence in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "not JSON: Input data was truncated"),
+        ("[1]", "a case must be a JSON object, not list"),
+        ("null", "a case must be a JSON object, not NoneType"),
+        ("{}", "Object missing required field `block`"),
+        (b"\xff", "not JSON: "),
+    ],
+)
+def test_text_that_is_no_case(text: str | bytes, sentence: str) -> None:
+    with pytest.raises(CaseError) as e:
+        case_from_json(text)
+    assert str(e.value).startswith(sentence)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+PATHS = tuple(dict.fromkeys(path for path, _, _ in BAD))
+
+
+@given(st.sampled_from(PATHS), JSON)
+def test_whatever_a_field_holds_the_answer_is_a_case_or_a_sentence(path: str, value: Any) -> None:
+    with contextlib.suppress(CaseError):
+        assert isinstance(case_from_object(with_field(path, value)), Case)
+
+
+@given(JSON)
+def test_whatever_the_file_holds_the_answer_is_a_sentence(raw: Any) -> None:
+    with pytest.raises(CaseError):
+        case_from_object(raw)
+
+
+@given(cases())
+def test_a_case_survives_its_json(case: Case) -> None:
+    again = case_from_json(case.to_json())
+    assert again == case
+    assert (again.id, hash(again), again.to_json()) == (case.id, hash(case), case.to_json())
+
+
+PINNED = Case(
+    block=UibSpec(n=2, h=3, w=5, c=4, expand=3, pre_k=3, drop=Drop(0.8, (True, False))),
+    dtype="float64",
+    values=Values("huge", 7, 12),
+    overrides={"x": {"0": 1.5}},
+)
+
+
+def test_the_format_and_the_id_are_pinned() -> None:
+    assert PINNED.to_json().decode() == (
+        '{"schema":1,"block":{"kind":"uib","n":2,"h":3,"w":5,"c":4,"expand":3,"pre_k":3,'
+        '"drop":{"keep":0.8,"kept":[true,false]}},"dtype":"float64",'
+        '"values":{"family":"huge","seed":7,"exponent":12},"overrides":{"x":{"0":1.5}}}'
+    )
+    assert PINNED.id == "cac2da8f6e3d"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": "float64"}, {"values": Values(seed=2)}, {"overrides": {"x": {"0": 1.0}}}], ids=str
+)
+def test_every_field_is_part_of_the_id(changes: dict[str, Any]) -> None:
+    assert msgspec.structs.replace(UIB, **changes).id != UIB.id
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_are_those_of_the_spec(kind: str) -> None:
+    case = ordinary(kind)
+    got = {name: (v.shape, v.dtype.name) for name, v in case.tensors().items()}
+    assert got == {t.name: (t.shape, case.dtype) for t in case.block.tensors()}
+
+
+def test_an_override_replaces_one_element_and_nothing_else() -> None:
+    plain = UIB.tensors()
+    changed = msgspec.structs.replace(UIB, overrides={"dy": {"5": -2.5}}).check().tensors()
+    assert changed["dy"].ravel()[5] == -2.5
+    for name, v in plain.items():
+        assert np.count_nonzero(v != changed[name]) == (name == "dy")
+
+
+@pytest.mark.parametrize("value", [1e300, float("nan"), float("-inf")])
+def test_a_value_that_the_dtype_cannot_hold_is_named(value: float) -> None:
+    case = msgspec.structs.replace(SMALLEST, overrides={"eW": {"0": value}})
+    with pytest.raises(CaseError, match="eW overflows float32"):
+        case.tensors()

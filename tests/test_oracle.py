@@ -1,0 +1,135 @@
+"""The walk: every site and node once, fan-ins summed, bars carried where a compiler may recompute."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from diffgrad.bars import PRECISIONS
+from diffgrad.chains import Chain, Link, chain_of
+from diffgrad.ops import Add, BatchNorm, Conv2d, Copy, Relu
+from diffgrad.oracle import Expected, Walk, end_to_end
+from diffgrad.trace import Trace
+from diffgrad.values import Bits
+from tests.helpers import KINDS, UIB, altered, ordinary, run_numpy
+
+P32, P64 = PRECISIONS["float32"], PRECISIONS["float64"]
+
+
+def as_trace(e: Expected, dtype: str) -> Trace:
+    """What a perfect run would have recorded."""
+    return Trace(*({k: b.val.astype(dtype) for k, b in part.items()} for part in (e.acts, e.cots, e.grads)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_site_and_node_gets_a_value_of_its_shape_and_a_bar(kind: str) -> None:
+    case = ordinary(kind, "float64")
+    chain, tensors = chain_of(case.block), case.tensors()
+    e = Walk(chain, tensors, P64).run()
+    assert set(e.acts) == {link.writes for link in chain.links}
+    assert set(e.cots) == set(chain.cotangents()) - {chain.output}
+    assert set(e.grads) == set(chain.nodes)
+    assert e.acts[chain.output].val.shape == case.block.output_shape()
+    for node, b in e.grads.items():
+        assert b.val.shape == tensors[node].shape
+    for site, b in e.cots.items():
+        assert b.val.shape == (tensors[site] if site == chain.input else e.acts[site].val).shape
+    for b in (*e.acts.values(), *e.cots.values(), *e.grads.values()):
+        assert b.err.shape == b.val.shape
+        assert {b.val.dtype.name, b.err.dtype.name} == {"float64"}
+        assert chain.deep or np.isfinite(b.err).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_link_by_link_on_a_perfect_run_is_the_end_to_end_walk_with_tighter_bars(kind: str) -> None:
+    case = ordinary(kind, "float64")
+    chain, tensors = chain_of(case.block), case.tensors()
+    whole = Walk(chain, tensors, P64).run()
+    linked = Walk(chain, tensors, P64, as_trace(whole, "float64")).run()
+    for part in ("acts", "cots", "grads"):
+        for name, b in getattr(linked, part).items():
+            end_to_end = getattr(whole, part)[name]
+            assert (b.val == end_to_end.val).all()
+            assert (b.err <= end_to_end.err).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_float64_run_is_within_the_bars_carried_through_the_whole_chain(kind: str) -> None:
+    case = ordinary(kind, "float64")
+    trace = run_numpy(case)
+    e = end_to_end(chain_of(case.block), case.tensors(), P64)
+    for got, expected in ((trace.acts, e.acts), (trace.cots, e.cots), (trace.grads, e.grads)):
+        for name, b in expected.items():
+            assert (np.abs(got[name] - b.val) <= b.err).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_run_carries_bars_that_an_eager_one_does_not(kind: str) -> None:
+    case = ordinary(kind)
+    walks = [Walk(chain_of(case.block), case.tensors(), P32, run_numpy(case), compiled) for compiled in (False, True)]
+    eager, compiled = (w.run() for w in walks)
+    wider = 0
+    for part in ("acts", "cots", "grads"):
+        for name, b in getattr(eager, part).items():
+            c = getattr(compiled, part)[name]
+            assert (c.val == b.val).all()
+            assert (c.err >= b.err).all()
+            wider += bool((c.err > b.err).any())
+    assert wider
+
+
+def test_what_a_convolution_stores_is_read_back_and_not_recomputed() -> None:
+    e = [Walk(chain_of(UIB.block), UIB.tensors(), P32, run_numpy(UIB), compiled).run() for compiled in (False, True)]
+    # BN reads the conv's stored result; relu may recompute BN.
+    assert (e[0].acts["en"].err <= e[1].acts["en"].err).all()
+    assert (e[0].acts["er"].err < e[1].acts["er"].err).any()
+
+
+def test_the_cotangent_at_a_fork_is_the_sum_over_its_readers() -> None:
+    fork = Chain((Link(Copy(), ("x",), "a", "A"), Link(Add(), ("a", "x"), "out", "dyOut")), "x", "In")
+    dy = np.array([[1.0, 0.1]])
+    e = Walk(fork, {"x": dy, "dy": dy}, P64).run()
+    assert (e.cots["x"].val == 2 * dy).all()
+    assert (e.cots["a"].val == dy).all()
+
+
+def test_the_walk_is_the_chain_rule_by_hand() -> None:
+    """relu(conv1x1(x, W)): dW = sum of x*mask*dy, dx = W*mask*dy."""
+    chain = Chain((Link(Conv2d(), ("x",), "c", "C", ("W",)), Link(Relu(), ("c",), "out", "dyOut")), "x", "In")
+    x, dy = (Bits(1, name).integers(-4, 4, (2, 1, 3, 3)) for name in ("x", "dy"))
+    w = np.full((1, 1, 1, 1), -2.0)
+    e = Walk(chain, {"x": x, "W": w, "dy": dy}, P32).run()
+    mask = x < 0
+    assert (e.acts["out"].val == -2 * x * mask).all()
+    assert (e.cots["x"].val == -2 * dy * mask).all()
+    assert e.grads["W"].val.item() == (x * dy * mask).sum()
+    assert not any(b.err.any() for part in (e.acts, e.cots, e.grads) for b in part.values())
+
+
+@pytest.mark.parametrize("array", [None, np.zeros((1, 1))], ids=["missing", "of another shape"])
+def test_downstream_of_a_site_that_was_not_recorded_nothing_is_said(array: np.ndarray | None) -> None:
+    trace = altered(run_numpy(UIB), "activation", "ec", array)
+    e = Walk(chain_of(UIB.block), UIB.tensors(), P32, trace).run()
+    assert np.isfinite(e.acts["ec"].err).all()
+    assert np.isinf(e.acts["en"].err).all()
+    assert np.isfinite(e.acts["pc"].err).all()  # reads its own recorded input
+
+
+def test_replaced_ops_are_used_where_they_are_asked_for() -> None:
+    walks = [Walk(chain_of(UIB.block), UIB.tensors(), P32, ops=ops) for ops in ({}, {"en": BatchNorm(eps=0.5)})]
+    plain, replaced = (w.run() for w in walks)
+    assert (replaced.acts["en"].val != plain.acts["en"].val).all()
+    assert (replaced.acts["qn"].val == plain.acts["qn"].val).all()
+
+
+def test_noise_moves_every_link_within_its_own_bar_and_no_further() -> None:
+    chain, tensors = chain_of(UIB.block), UIB.tensors()
+    still = Walk(chain, tensors, P32, noise=np.zeros).run()
+    moved = Walk(chain, tensors, P32, noise=np.ones).run()
+    whole = Walk(chain, tensors, P32).run()
+    assert (still.acts["out"].val == whole.acts["out"].val).all()
+    assert (still.acts["out"].err <= whole.acts["out"].err).all()
+    assert (still.acts["out"].err < whole.acts["out"].err).any()
+    assert (np.abs(moved.acts["out"].val - whole.acts["out"].val) <= whole.acts["out"].err).all()
+    assert (moved.acts["qc"].val == whole.acts["qc"].val).all()  # it reads exact inputs
+    assert (moved.acts["qn"].val != whole.acts["qn"].val).any()

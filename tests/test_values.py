@@ -1,0 +1,133 @@
+"""The raw stream and the families are pinned: a case means the same bits for ever."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffgrad.specs import Drop, Role, Tensor, UibSpec
+from diffgrad.values import FAMILIES, Bits, Floats, Values, draw_tensor
+from tests.helpers import KINDS, SMALLEST, UIB, ordinary
+
+MAP = (2, 3, 4, 5)
+SHAPES: dict[Role, tuple[int, ...]] = {
+    "input": (2, 2, 1, 1),
+    "kernel": (2, 3, 1, 1),
+    "matrix": (4, 2),
+    "gamma": (4,),
+    "beta": (4,),
+    "cotangent": (2, 2, 1, 1),
+}
+
+PINS: tuple[tuple[str, int, Role, str], ...] = (
+    # family, exponent, role, the first values at seed 9
+    ("normal", 0, "input", "0x1.09cf147fec6ddp0 -0x1.abb552e7eac73p0 0x1.6cebe47182b98p-1"),
+    ("normal", 0, "kernel", "0x1.32eep-1 -0x1.edep-1 0x1.a56p-2 -0x1.144p-5"),
+    ("normal", 0, "matrix", "0x1.09cf147fec6ddp-1 -0x1.abb552e7eac73p-1 0x1.6cebe47182b98p-2"),
+    ("normal", 0, "gamma", "0x1.84e78a3ff636ep0 0x1.512ab46054e34p-3 0x1.5b3af91c60ae6p0"),
+    ("normal", 0, "beta", "0x1.09cf147fec6ddp-1 -0x1.abb552e7eac73p-1 0x1.6cebe47182b98p-2"),
+    ("normal", 0, "cotangent", "0x1.09cf147fec6ddp0 -0x1.abb552e7eac73p0 0x1.6cebe47182b98p-1"),
+    ("dyadic", 0, "input", "-0x1p0 -0x1p-3 -0x1p-2 -0x1p0"),
+    ("dyadic", 0, "kernel", "-0x1p-1 -0x1p-2 -0x1.8p-1 -0x1.8p-1"),
+    ("dyadic", 0, "matrix", "-0x1p-1 -0x1p-2 -0x1.800p-1 -0x1.800p-1"),
+    ("dyadic", 0, "gamma", "-0x1p0 -0x1p-1 -0x1.8p0 -0x1.8p0"),
+    ("offset", 14, "input", "0x1.0004273c51ffbp14 0x1.fff2a25568c0bp13 0x1.0002d9d7c8e30p14"),
+    ("offset", 14, "beta", "0x1.09cf147fec6ddp2 -0x1.abb552e7eac73p2 0x1.6cebe47182b98p1"),
+    ("tiny", 140, "input", "0x1.09cf147fec6ddp-140 -0x1.abb552e7eac73p-140 0x1.6cebe47182b98p-141"),
+    ("huge", 100, "cotangent", "0x1.09cf147fec6ddp100 -0x1.abb552e7eac73p100 0x1.6cebe47182b98p99"),
+    ("wide", 100, "kernel", "0x1.32eep99 -0x1.edep99 0x1.a56p98"),
+    ("wide", 100, "beta", "0x1.09cf147fec6ddp99 -0x1.abb552e7eac73p99 0x1.6cebe47182b98p98"),
+    ("zeros", 0, "input", "0x1.09cf147fec6ddp0 -0x1.abb552e7eac73p0 0x0p0 0x0p0"),
+    ("zeros", 0, "beta", "0x1p-20 0x0p0 0x0p0 0x0p0"),
+    ("constant", 0, "input", "0x1.67746532ad4e6p-1 0x1.5ee027a63ff8ap-2 0x1.67746532ad4e6p-1"),
+    ("constant", 0, "kernel", "0x0p0 0x0p0 0x0p0 -0x1.144p-5"),
+    ("constant", 0, "beta", "0x1.09cf147fec6ddp-1 -0x1.abb552e7eac73p-1 0x1.6cebe47182b98p-2 -0x1.de7aa213948bap-6"),
+    ("one_hot", 0, "cotangent", "0x0p0 0x1.55daa973f563ap1 0x0p0 0x0p0"),
+)
+
+
+def draw(family: str, exponent: int, role: Role, shape: tuple[int, ...], seed: int = 9) -> Floats:
+    return draw_tensor(UIB.block, Tensor("t", shape, role), Values(family, seed, exponent))
+
+
+def test_the_raw_stream_is_pinned() -> None:
+    assert [int(v) for v in Bits(1, "x").raw(3)] == [0xC0A54EE485482FE5, 0xB73F5621297150E6, 0x49CAD4D8AF25081D]
+
+
+@pytest.mark.parametrize(("family", "exponent", "role", "values"), PINS, ids=lambda v: str(v)[:12])
+def test_families_are_pinned(family: str, exponent: int, role: Role, values: str) -> None:
+    pinned = [float.fromhex(v).hex() for v in values.split()]
+    drawn = draw(family, exponent, role, SHAPES[role]).ravel().tolist()
+    assert [v.hex() for v in drawn[: len(pinned)]] == pinned
+
+
+def test_every_family_has_a_pin() -> None:
+    assert {pin[0] for pin in PINS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_finite_in_float32_over_its_whole_range(family: str, kind: str) -> None:
+    low, high = FAMILIES[family][1]
+    case = ordinary(kind)
+    for exponent in {low, (low + high) // 2, high}:
+        msgspec.structs.replace(case, values=Values(family, 3, exponent)).tensors()  # raises where it is not
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_exponent_of_the_range_overflows(family: str) -> None:
+    low, high = FAMILIES[family][1]
+    for exponent in range(low, high + 1):
+        msgspec.structs.replace(SMALLEST, values=Values(family, 3, exponent)).tensors()
+
+
+@given(st.integers(0, 2**64 - 1), st.sampled_from(tuple(FAMILIES)))
+def test_a_seed_gives_the_same_bits_and_another_seed_others(seed: int, family: str) -> None:
+    exponent = FAMILIES[family][1][1]
+    one, again = (draw(family, exponent, "input", MAP, seed) for _ in range(2))
+    assert one.tobytes() == again.tobytes()
+    assert one.tobytes() != draw(family, exponent, "input", MAP, seed ^ 1).tobytes()
+
+
+def test_tensors_of_a_case_are_independent() -> None:
+    x, dy = (UIB.tensors()[name] for name in ("x", "dy"))
+    assert x.shape == dy.shape
+    assert not (x == dy).any()
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_normal_stays_within_its_documented_reach(seed: int) -> None:
+    assert np.abs(Bits(seed, "x").normal((200,))).max() < 3.47
+
+
+@given(st.integers(0, 2**64 - 1), st.sampled_from(("input", "kernel", "gamma", "beta", "cotangent")))
+def test_dyadic_values_are_eighths_of_at_most_two(seed: int, role: Role) -> None:
+    v = draw("dyadic", 0, role, MAP if role in ("input", "kernel", "cotangent") else (7,), seed)
+    assert ((8 * v) == np.rint(8 * v)).all()
+    assert np.abs(v).max() <= 2
+
+
+def test_what_each_family_is_for() -> None:
+    assert draw("offset", 14, "input", MAP).min() > 2.0**13
+    assert 0 < np.abs(draw("tiny", 140, "input", MAP)).max() < np.finfo(np.float32).tiny
+    assert np.abs(draw("huge", 100, "cotangent", MAP)).max() > 2.0**99
+    assert 0 < (draw("zeros", 0, "input", MAP) == 0).mean() < 1
+    assert (np.ptp(draw("constant", 0, "input", (2, 16, 3, 3)), axis=(0, 2, 3)) == 0).any()
+    assert np.count_nonzero(draw("one_hot", 0, "cotangent", MAP)) == 1
+
+
+def test_drop_masks_come_from_the_spec_and_not_from_the_seed() -> None:
+    spec = UibSpec(n=3, h=1, w=1, c=1, drop=Drop(0.8, (True, False, True)))
+    (drop,) = spec.constants()
+    assert draw_tensor(spec, drop, Values("huge", 5, 100)).tolist() == [1.25, 0.0, 1.25]
+
+
+def test_targets_are_smoothed_labels_whatever_the_family() -> None:
+    """(1 - alpha)*onehot + alpha/K at alpha = 0.1, one label a row."""
+    targets = draw("huge", 100, "target", (50, 4))
+    assert {v.hex() for v in targets.ravel().tolist()} == {(0.1 / 4).hex(), (0.9 + 0.1 / 4).hex()}
+    assert ((targets > 0.5).sum(1) == 1).all()
+    assert (targets > 0.5).any(0).all()
