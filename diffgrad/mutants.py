@@ -387,7 +387,7 @@ def first_fault(adapter: NumpyAdapter, case: Case) -> Quantity | None:
     """The first faulty quantity of an adapter's run."""
     tensors = case.tensors()
     trace, _ = adapter.trace(case, tensors)
-    return check_run(chain_of(case.block), tensors, trace, case.dtype).first_fault
+    return check_run(chain_of(case.block), tensors, trace, case.dtype, lr=case.lr).first_fault
 
 
 def false_alarms(blocks: tuple[str, ...], key: int = 0, count: int = 400) -> tuple[int, list[str]]:

@@ -52,6 +52,7 @@ def campaign(
 ) -> tuple[Tally, Corpus]:
     corpus = Corpus(folder)
     corpus.prepare()
+    options = {"dtypes": ["float32"], **options}  # in the other dtype the same fault would be another finding
     return Campaign(runner, corpus, blocks, **options).run(key, examples=examples), corpus
 
 
