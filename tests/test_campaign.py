@@ -17,6 +17,7 @@ from diffgrad.corpus import Corpus, Entry, Status
 from diffgrad.mutants import MUTANTS
 from diffgrad.replay import replay
 from diffgrad.specs import Drop, UibSpec
+from diffgrad.strategies.cases import DTYPES
 from diffgrad.trace import Outcome
 from diffgrad.worker import InProcess, Runner
 from tests.helpers import KINDS
@@ -115,14 +116,14 @@ def test_a_finding_is_saved_whole(runner: Make, tmp_path: Path) -> None:
 
 
 def test_a_signature_is_reported_once_and_counted_afterwards(runner: Make, tmp_path: Path) -> None:
-    """Each dtype is a signature of its own; a round of 40 batches ends at a new finding, so two are needed."""
+    """Each dtype is a signature of its own; a round of batches ends at a new finding, so more than one is needed."""
     faulty = runner(planted("fan_in_doubled"))
-    tally, corpus = campaign(faulty, tmp_path, examples=80)
+    tally, corpus = campaign(faulty, tmp_path, examples=80, dtypes=DTYPES)
     found = {str(e.signature) for e in tally.new}
     assert found == {f"numpy/eager/{d}/copy+add/wrong/cotangent" for d in ("float32", "float64")}
     assert len(list(corpus.entries())) == len(found)
-    assert set(tally.known) < found
-    again, _ = campaign(faulty, tmp_path, key=2, examples=8)
+    assert set(tally.known) <= found
+    again, _ = campaign(faulty, tmp_path, key=2, examples=8, dtypes=DTYPES)
     assert (again.new, set(again.known)) == ([], found)
     assert again.known.total() == again.verdicts["numpy"]["wrong"] == again.cases
     assert summary(again, corpus)["known_findings"] == [
@@ -177,7 +178,8 @@ class FaultyJit(Jit):
 def test_a_fault_of_the_quick_compilation_only_is_no_finding(runner: Make, tmp_path: Path) -> None:
     tally, corpus = campaign(runner(lambda _, quick: FaultyJit() if quick else Jit()), tmp_path, dtypes=["float32"])
     assert (tally.new, list(corpus.entries())) == ([], [])
-    (gone,) = tally.unconfirmed
+    gone = tally.unconfirmed[0]  # it is tried again whenever it shows, a few times
+    assert all(other["signature"] == gone["signature"] for other in tally.unconfirmed)
     assert gone["signature"] == "numpy/jit/float32/copy+add/wrong/cotangent"
     assert gone["reason"] == "gone with the default compile options"
     assert gone["sentence"].startswith("wrong at copy@xb+add@out")
