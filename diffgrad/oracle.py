@@ -51,10 +51,10 @@ class Walk:
         compiled: a compiler may recompute a producer inside its consumer with other contractions, so what a link
             reads carries its producer's bar (up to the last result that is certainly stored and read back).
         ops: replacements for some links' ops, keyed by the site they write (named looser models).
-        noise: end to end only: every link reads its producer's value displaced within its bar at random, as if exact.
+        noise: end to end only: every link reads its producer's value displaced by ``noise(shape)`` bars, as if exact.
             With zero noise every link reads the plain value, so that each bar is that of its own link alone.
         doubt: end to end only: the error of what every link reads, by ("acts", site) or ("cots", site), instead of
-            the propagated one.
+            the propagated one; with noise, the least displacement.
     """
 
     def __init__(
@@ -133,7 +133,10 @@ class Walk:
 
     def _feed(self, key: tuple[str, str], expected: Bounded, carried: Array) -> _Fed:
         if self._noise is not None:
-            return _fed(_displaced(expected, self._noise))
+            # Noise may take away a degeneracy that the plain run has (a variance of 0), and its wide bar with it.
+            reach = expected.err if self._doubt is None else np.maximum(expected.err, self._doubt[key])
+            moved = expected.val + self._noise(expected.val.shape) * reach
+            return _fed(Bounded(moved, np.zeros_like(moved), self._p))
         if self._doubt is not None:
             return _fed(Bounded(expected.val, self._doubt[key], self._p))
         if self._trace is None:
@@ -157,22 +160,30 @@ def end_to_end(chain: Chain, tensors: Tensors, p: Precision) -> Expected:
 
     A block's bars are worst cases, propagated. Over a net those grow beyond all use (by the width of every layer), so a
     deep chain is bounded by stochastic arithmetic instead: the spread of runs in which every link's result is displaced
-    at random anywhere within its own worst-case bar. Real roundings are smaller and as independent.
+    at random by several times its own worst-case bar. Real roundings are smaller and as independent.
     """
     return _spread(chain, tensors, p) if chain.deep else Walk(chain, tensors, p).run()
 
 
-_NOISY_RUNS = 3
+# How far a result is displaced, in bars. Real roundings may fill a tight bar, and then err like a displacement of one
+# bar; at 16 the chance that a right element errs further than it did in eight runs is some 1e-9.
+_REACH = 16.0
+# Arrays of few elements have few chances to stray in one run; large nets have none so small but their loss.
+_NOISY_RUNS = 8
+_NOISY_RUNS_OF_LARGE = 3
+_LARGE = 1_000_000
 
 
 def _spread(chain: Chain, tensors: Tensors, p: Precision) -> Expected:
     plain = Walk(chain, tensors, p, noise=np.zeros).run()
     rng = np.random.default_rng(0)
     strayed: dict[tuple[str, str], float] = defaultdict(float)
-    local = {key: centre.err for key, centre in _parts(plain).items()}
-    for _ in range(_NOISY_RUNS):
+    alone = {key: centre.err for key, centre in _parts(plain).items()}
+    local = dict(alone)
+    large = sum(t.size for t in tensors.values()) > _LARGE
+    for _ in range(_NOISY_RUNS_OF_LARGE if large else _NOISY_RUNS):
         # One number an array: the furthest that any of its elements strayed. One run at a time, to save memory.
-        noisy = Walk(chain, tensors, p, noise=lambda shape: rng.uniform(-1.0, 1.0, shape)).run()
+        noisy = Walk(chain, tensors, p, noise=lambda shape: rng.uniform(-_REACH, _REACH, shape), doubt=alone).run()
         displaced = _parts(noisy)
         for key, centre in _parts(plain).items():
             strayed[key] = max(strayed[key], _furthest(displaced[key].val, centre.val))
@@ -197,10 +208,6 @@ def _furthest(a: Array, b: Array) -> float:
     with quiet():
         distance = float(np.max(np.abs(a - b), initial=0.0))
     return distance if np.isfinite(distance) else float("inf")
-
-
-def _displaced(b: Bounded, noise: Callable[[tuple[int, ...]], Array]) -> Bounded:
-    return Bounded(b.val + noise(b.val.shape) * b.err, np.zeros_like(b.val), b.p)
 
 
 def _fed(b: Bounded) -> _Fed:
