@@ -5,6 +5,10 @@ pytest tests/benchmarks --benchmarks [--benchmark-json FILE]
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,8 +72,9 @@ def report(pytestconfig: pytest.Config) -> Iterator[dict[str, Figures]]:
 def test_a_campaign_cold_and_warm(
     names: tuple[str, ...], tmp_path: Path, report: dict[str, Figures], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    known = Corpus(shutil.copytree(Path(__file__).parents[2] / "corpus", tmp_path / "corpus"))
     with Workers(names) as workers:
-        cold, warm = (Campaign(workers, Corpus(tmp_path), KINDS).run(key=1, examples=BATCHES) for _ in ("cold", "warm"))
+        cold, warm = (Campaign(workers, known, KINDS).run(key=1, examples=BATCHES) for _ in ("cold", "warm"))
     assert cold.new == warm.new == []  # or the two would not have run the same cases
     assert cold.cases == warm.cases > 0
     f = report["+".join(names)] = figures(cold, warm)
@@ -79,3 +84,24 @@ def test_a_campaign_cold_and_warm(
             f"({f.warm_over_cold:.1f}x); oracle and check {100 * f.oracle_share:.0f}% of the CPU; "
             f"all CPU {f.total_over_framework:.2f}x the frameworks' own"
         )
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(("net", "batch"), [("mobilenetv4_conv_m", 8), ("convnext_t", 4)])
+def test_a_whole_net(net: str, batch: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wall time and peak memory (all processes together) of ``diffgrad tie`` in the three frameworks."""
+    started, peak = time.monotonic(), 0
+    command = [sys.executable, "-m", "diffgrad.cli", "tie", net, "--batch", str(batch)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        while process.poll() is None:
+            peak = max(peak, session_memory(process.pid))
+            time.sleep(0.5)
+    assert process.returncode == 0
+    with capsys.disabled():
+        print(f"\n{net}, batch {batch}: {time.monotonic() - started:.0f} s, {peak / 2**30:.1f} GiB")
+
+
+def session_memory(session: int) -> int:
+    """Resident bytes of every process in a session."""
+    listed = subprocess.run(["ps", "-o", "rss=", "-s", str(session)], capture_output=True, text=True, check=False)
+    return sum(int(line) for line in listed.stdout.split()) * 1024
