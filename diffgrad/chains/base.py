@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from diffgrad.ops.base import Op
+from diffgrad.ops import Op, SmoothedCrossEntropy
 
 
 @dataclass(frozen=True)
@@ -98,3 +98,14 @@ def renamed(chain: Chain, prefix: str, first: str, last: str) -> tuple[Link, ...
         )
         for link in chain.links
     )
+
+
+def in_series(parts: Iterable[tuple[str, Chain, str]]) -> Chain:
+    """A net: (prefix, chain, name of its output) of every part in forward order, then the smoothed cross entropy."""
+    links: list[Link] = []
+    first = "x"
+    for prefix, chain, last in parts:
+        links += renamed(chain, prefix, first, last)
+        first = last
+    loss = Link(SmoothedCrossEntropy(), (first,), "out", "dyLoss", (), ("target",))
+    return Chain((*links, loss), "x", "", deep=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffgrad.chains.base import Chain, Link, fill, renamed, with_ops
+from diffgrad.chains.base import Chain, Link, fill, in_series, with_ops
 from diffgrad.ops import (
     Add,
     Conv2d,
@@ -16,7 +16,6 @@ from diffgrad.ops import (
     GlobalAveragePool,
     LayerNorm,
     LayerScale,
-    SmoothedCrossEntropy,
 )
 from diffgrad.specs import (
     ConvNeXtDownSpec,
@@ -85,20 +84,9 @@ def head(spec: ConvNeXtHeadSpec) -> Chain:
 
 def net(spec: ConvNeXtNetSpec) -> Chain:
     """The whole net, driven by the smoothed cross entropy: stages are recursions over their blocks."""
-    links: list[Link] = []
-    first = "x"
-    for prefix, part in spec.blocks():
-        match part:
-            case ConvNeXtStemSpec():
-                last = "stem"
-            case ConvNeXtHeadSpec():
-                last = "logits"
-            case _:
-                last = f"{prefix}out"
-        links += renamed(_part(part), prefix, first, last)
-        first = last
-    loss = Link(SmoothedCrossEntropy(), ("logits",), "out", "dyLoss", (), ("target",))
-    return Chain((*links, loss), "x", "", deep=True)
+    stem_part, *inner, head_part = spec.blocks()
+    named = [(*stem_part, "stem"), *((prefix, b, f"{prefix}out") for prefix, b in inner), (*head_part, "logits")]
+    return in_series((prefix, _part(b), last) for prefix, b, last in named)
 
 
 def _part(spec: Spec) -> Chain:

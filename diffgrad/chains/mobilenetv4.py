@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diffgrad.chains.base import Chain, Link, fill, renamed, with_ops
+from diffgrad.chains.base import Chain, Link, fill, in_series, with_ops
 from diffgrad.ops import (
     Add,
     BatchNorm,
@@ -16,7 +16,6 @@ from diffgrad.ops import (
     Flatten,
     GlobalAveragePool,
     Relu,
-    SmoothedCrossEntropy,
     Swish,
 )
 from diffgrad.specs import FusedSpec, HeadSpec, MobileNetV4Spec, Spec, StemSpec, UibSpec, UibStridedSpec
@@ -109,12 +108,8 @@ def head(spec: HeadSpec) -> Chain:
 
 def mobilenetv4(spec: MobileNetV4Spec) -> Chain:
     """The whole net, driven by the smoothed cross entropy; block k's output is the activation prefix blk{k}."""
-    names = ["x", "stem", *(f"blk{k}" for k in range(len(spec.rows) + 1)), "logits"]
-    links: list[Link] = []
-    for (prefix, block), first, last in zip(spec.blocks(), names, names[1:], strict=False):
-        links += renamed(_block(block), prefix, first, last)
-    loss = Link(SmoothedCrossEntropy(), ("logits",), "out", "dyLoss", (), ("target",))
-    return Chain((*links, loss), "x", "", deep=True)
+    names = ("stem", *(f"blk{k}" for k in range(len(spec.rows) + 1)), "logits")
+    return in_series((prefix, _block(b), last) for (prefix, b), last in zip(spec.blocks(), names, strict=True))
 
 
 def _block(spec: Spec) -> Chain:
