@@ -43,6 +43,10 @@ QUICK_COMPILE: dict[str, bool | int] = {
 }
 
 
+# A whole net's expanded depthwise kernels need gigabytes unless they are made when they are used.
+SPARE_MEMORY: dict[str, str] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+
 class JaxAdapter(Adapter):
     """jax.jit on CPU. ``quick`` compiles with few optimisations, to explore many shapes."""
 
@@ -51,7 +55,7 @@ class JaxAdapter(Adapter):
 
     def __init__(self, quick: bool = False) -> None:
         jax.config.update("jax_enable_x64", True)
-        self._options = QUICK_COMPILE if quick else {}
+        self._options = QUICK_COMPILE if quick else SPARE_MEMORY
         self._program = lru_cache(maxsize=64)(self._compile)
 
     def versions(self) -> dict[str, str]:

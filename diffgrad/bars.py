@@ -311,6 +311,10 @@ class Moments:
     n: int
 
 
+# Arrays from which statistics are dearer to keep than to take again.
+_LARGE = 2**16
+
+
 def moments(x: Bounded, axes: Axes, eps: float, one_pass: bool = False) -> Moments:
     """Two-pass statistics: mean, then the mean square of the centred values, then (v + eps)**-1/2.
 
@@ -319,6 +323,8 @@ def moments(x: Bounded, axes: Axes, eps: float, one_pass: bool = False) -> Momen
     that looser algorithm: it adds the rounding of two uncentred mean squares, and may turn v + eps negative.
     """
     key = (axes, eps, one_pass)
+    if x.val.size > _LARGE:
+        return _moments(x, axes, eps, one_pass)
     if key not in x.memo:
         x.memo[key] = _moments(x, axes, eps, one_pass)
     return x.memo[key]

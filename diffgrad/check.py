@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain as chain_lists
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from diffgrad.bars import PRECISIONS, Bounded, Precision, quiet, recorded, scale
 from diffgrad.chains import Chain, Link
 from diffgrad.ops import Op
-from diffgrad.oracle import Expected, Tensors, Walk, end_to_end
+from diffgrad.oracle import Expected, Key, Tensors, Walk, end_to_end
 from diffgrad.trace import Trace
 
 FAULTS = ("wrong", "nonfinite")
@@ -132,16 +131,16 @@ def check_run(
     report = check_links(chain, tensors, trace, p, compiled)
     report = Report(report.quantities + tuple(_steps(chain, tensors, trace, p, lr)), report.links, report.nodes)
     if dtype == "float64" and report.verdict in ("ok", "vacuous"):
-        expected = whole or end_to_end(chain, tensors, p)
-        return Report(report.quantities + tuple(_compare_all(chain, expected, trace, p)), report.links, report.nodes)
+        compared = _Comparison(chain, trace, p)
+        (whole or end_to_end(chain, tensors, p)).each(chain, compared)
+        return Report((*report.quantities, *compared.quantities()), report.links, report.nodes)
     return report
 
 
 def check_links(chain: Chain, tensors: Tensors, trace: Trace, p: Precision, compiled: bool = False) -> Report:
     """Each link alone, on the framework's own recorded inputs."""
-    expected = Walk(chain, tensors, p, trace, compiled).run()
-    quantities = _compare_all(chain, expected, trace, p)
-    named = _name_looser(chain, tensors, trace, p, compiled, expected, quantities)
+    quantities = _links(Walk(chain, tensors, p, trace, compiled), chain, trace, p)
+    named = _name_looser(chain, tensors, trace, p, compiled, quantities)
     return Report((*named, *_strays(chain, trace)), len(chain.links), len(chain.nodes))
 
 
@@ -174,24 +173,53 @@ class _Row(NamedTuple):
     expected: Bounded
 
 
-def _rows(chain: Chain, expected: Expected, trace: Trace) -> list[_Row]:
-    """Everything to compare, in blame order."""
-    names = chain.cotangents()
+def _links(walk: Walk, chain: Chain, trace: Trace, p: Precision) -> list[Quantity]:
+    compared = _Comparison(chain, trace, p)
+    walk.each(compared)
+    return compared.quantities()
 
-    def cotangent(site: str) -> _Row:
-        # The cotangent at a site is the work of the links that read the site.
-        blame = "+".join(_title(link) for link in chain.links if site in link.reads)
-        return _Row(blame, "cotangent", names[site], trace.cots.get(site), expected.cots[site])
 
-    rows = [
-        _Row(_title(link), "activation", link.writes, trace.acts.get(link.writes), expected.acts[link.writes])
-        for link in chain.links
-    ]
-    for link in reversed(chain.links):
-        if link.writes != chain.output:
-            rows.append(cotangent(link.writes))
-        rows += [_Row(_title(link), "gradient", n, trace.grads.get(n), expected.grads[n]) for n in link.feeds]
-    return [*rows, cotangent(chain.input)] if chain.input_cotangent else rows
+_GROUP = 2**16
+
+
+class _Comparison:
+    """Compares what it is given with what a run delivered: small arrays together, to save calls; large ones at once."""
+
+    def __init__(self, chain: Chain, trace: Trace, p: Precision) -> None:
+        self._trace, self._p = trace, p
+        self._names = chain.cotangents()
+        self._writers = {link.writes: _title(link) for link in chain.links}
+        self._readers = {
+            site: "+".join(_title(link) for link in chain.links if site in link.reads) for site in self._names
+        }
+        self._feeders = {node: _title(link) for link in chain.links for node in link.feeds}
+        self._rows: list[_Row] = []
+        self._elements = 0
+        self._done: list[Quantity] = []
+
+    def __call__(self, key: Key, expected: Bounded) -> None:
+        part, name = key
+        match part:
+            case "acts":
+                row = _Row(self._writers[name], "activation", name, self._trace.acts.get(name), expected)
+            case "cots":
+                # The cotangent at a site is the work of the links that read the site.
+                row = _Row(self._readers[name], "cotangent", self._names[name], self._trace.cots.get(name), expected)
+            case _:
+                row = _Row(self._feeders[name], "gradient", name, self._trace.grads.get(name), expected)
+        self._rows.append(row)
+        self._elements += expected.val.size
+        if self._elements > _GROUP:
+            self._compare()
+
+    def _compare(self) -> None:
+        self._done += compare(self._rows, self._p)
+        self._rows, self._elements = [], 0
+
+    def quantities(self) -> list[Quantity]:
+        """The verdict on each array, in the order in which they were given."""
+        self._compare()
+        return self._done
 
 
 def _strays(chain: Chain, trace: Trace) -> list[Quantity]:
@@ -212,37 +240,14 @@ def _title(link: Link) -> str:
     return f"{link.op.name}@{link.writes}"
 
 
-def _compare_all(chain: Chain, expected: Expected, trace: Trace, p: Precision) -> list[Quantity]:
-    return compare(_rows(chain, expected, trace), p)
-
-
 def compare(rows: Sequence[_Row], p: Precision) -> list[Quantity]:
     """Delivered arrays against their expected values and bars. NaN is never within a finite bar.
 
     All comparable rows are laid end to end and compared in one go; only the worst element of each is looked at singly.
     """
     refused = [_refusal(row, p) for row in rows]
-    fit = [row for row, no in zip(rows, refused, strict=True) if no is None]
-    judged = chain_lists.from_iterable(_judge(group) for group in _groups(fit))
+    judged = iter(_judge([row for row, no in zip(rows, refused, strict=True) if no is None]))
     return [no if no is not None else next(judged) for no in refused]
-
-
-_GROUP = 2**16
-
-
-def _groups(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-    """Small rows together, to save calls; large ones apart, to save memory."""
-    group: list[_Row] = []
-    elements = 0
-    for row in rows:
-        size = row.expected.val.size
-        if group and elements + size > _GROUP:
-            yield group
-            group, elements = [], 0
-        group.append(row)
-        elements += size
-    if group:
-        yield group
 
 
 def _refusal(row: _Row, p: Precision) -> Quantity | None:
@@ -260,6 +265,8 @@ def _refusal(row: _Row, p: Precision) -> Quantity | None:
 
 
 def _judge(rows: Sequence[_Row]) -> list[Quantity]:
+    if not rows:
+        return []
     sizes = [row.expected.val.size for row in rows]
     if 0 in sizes:
         raise ValueError("a case without elements has nothing to check")
@@ -315,7 +322,6 @@ def _name_looser(
     trace: Trace,
     p: Precision,
     compiled: bool,
-    expected: Expected,
     quantities: list[Quantity],
 ) -> list[Quantity]:
     """Where a named cheaper algorithm of an op explains all that its link delivered, say ``lossy:<model>`` instead."""
@@ -324,9 +330,8 @@ def _name_looser(
     for link in chain.links:
         if _title(link) not in faulty:
             continue
-        for model, op in _models(link, tensors, trace, p, expected).items():
-            wider = Walk(chain, tensors, p, trace, compiled, {link.writes: op}).run()
-            again = _compare_all(chain, wider, trace, p)
+        for model, op in _models(link, tensors, trace, p, quantities).items():
+            again = _links(Walk(chain, tensors, p, trace, compiled, {link.writes: op}), chain, trace, p)
             mine = [i for i, q in enumerate(quantities) if q.link == _title(link)]
             if any(again[i].faulty for i in mine):
                 continue
@@ -337,10 +342,10 @@ def _name_looser(
     return renamed
 
 
-def _models(link: Link, tensors: Tensors, trace: Trace, p: Precision, expected: Expected) -> dict[str, Op]:
+def _models(link: Link, tensors: Tensors, trace: Trace, p: Precision, quantities: Sequence[Quantity]) -> dict[str, Op]:
     """The looser models that a link's recorded output suggests."""
-    shapes = {site: b.val.shape for site, b in expected.acts.items()}
-    held = {**tensors, **{site: v for site, v in trace.acts.items() if v.shape == shapes.get(site)}}
+    misshapen = {q.name for q in quantities if q.what == "activation" and q.defect == "shape"}
+    held = {**tensors, **{site: v for site, v in trace.acts.items() if site not in misshapen}}
     wanted = [*link.reads, *link.feeds, *link.constants, link.writes]
     if any(name not in held for name in wanted):
         return {}

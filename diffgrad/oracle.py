@@ -22,6 +22,9 @@ from diffgrad.trace import Trace
 
 Tensors = Mapping[str, NDArray[Any]]
 
+Key = tuple[str, str]
+"""What a walk gives a value for: ("acts", site), ("cots", site) or ("grads", node)."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -30,6 +33,18 @@ class Expected:
     acts: dict[str, Bounded] = field(default_factory=dict)
     cots: dict[str, Bounded] = field(default_factory=dict)
     grads: dict[str, Bounded] = field(default_factory=dict)
+
+    def each(self, chain: Chain, give: Callable[[Key, Bounded], None]) -> None:
+        """Give every value away in blame order: forward links first, then backward from the output."""
+        for link in chain.links:
+            give(("acts", link.writes), self.acts[link.writes])
+        for link in reversed(chain.links):
+            if link.writes != chain.output:
+                give(("cots", link.writes), self.cots[link.writes])
+            for node in link.feeds:
+                give(("grads", node), self.grads[node])
+        if chain.input_cotangent:
+            give(("cots", chain.input), self.cots[chain.input])
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ class Walk:
         compiled: bool = False,
         ops: Mapping[str, Op] | None = None,
         noise: Callable[[tuple[int, ...]], Array] | None = None,
-        doubt: Mapping[tuple[str, str], Array] | None = None,
+        doubt: Mapping[Key, Array] | None = None,
     ) -> None:
         self._chain = chain
         self._p = p
@@ -80,10 +95,13 @@ class Walk:
     def run(self) -> Expected:
         """Forward through every link, then backward through every link."""
         out = Expected()
-        with quiet():
-            fed = self._forward(out)
-            self._backward(out, fed)
+        self.each(lambda key, b: _put(out, key, b))
         return out
+
+    def each(self, give: Callable[[Key, Bounded], None]) -> None:
+        """The same, with each value given away as soon as it is there, in blame order: a net's need much memory."""
+        with quiet():
+            self._backward(give, self._forward(give))
 
     def _op(self, link: Link) -> Op:
         return self._ops.get(link.writes, link.op)
@@ -91,7 +109,7 @@ class Walk:
     def _params(self, link: Link) -> tuple[Bounded, ...]:
         return tuple(self._given[name] for name in (*link.feeds, *link.constants))
 
-    def _forward(self, out: Expected) -> dict[str, _Fed]:
+    def _forward(self, give: Callable[[Key, Bounded], None]) -> dict[str, _Fed]:
         fed = {self._chain.input: _fed(self._given[self._chain.input])}
         for link in self._chain.links:
             op, ps = self._op(link), self._params(link)
@@ -99,18 +117,20 @@ class Walk:
             own = y
             if self._compiled and op.stored(ps)[0]:
                 own = op.bound(tuple(fed[s].plain for s in link.reads), ps)
-            out.acts[link.writes] = y
-            fed[link.writes] = self._feed(("acts", link.writes), y, own.err)
+            key = ("acts", link.writes)
+            fed[link.writes] = self._feed(key, y, own.err)
+            give(key, y)
         return fed
 
-    def _backward(self, out: Expected, fed: dict[str, _Fed]) -> None:
+    def _backward(self, give: Callable[[Key, Bounded], None], fed: dict[str, _Fed]) -> None:
         # What each consumer of a site hands back, and the part of its bar that a recomputing compiler may show.
         parts: dict[str, list[tuple[Bounded, Array]]] = defaultdict(list)
         for link in reversed(self._chain.links):
             if link.writes == self._chain.output:
                 dy = _fed(self._given["dy"])
             else:
-                dy = self._collect(out, parts, link.writes)
+                dy = self._collect(give, parts, link.writes)
+            fed.pop(link.writes)  # all that read it are done
             op, ps = self._op(link), self._params(link)
             v = op.vjp(tuple(fed[s].carried for s in link.reads), ps, dy.carried)
             own: Vjp = v
@@ -119,19 +139,23 @@ class Walk:
             for site, dx, own_dx in zip(link.reads, v.inputs, own.inputs, strict=True):
                 parts[site].append((dx, own_dx.err))
             for node, grad in zip(link.feeds, v.params, strict=True):
-                out.grads[node] = grad
+                give(("grads", node), grad)
         if self._chain.input_cotangent:
-            self._collect(out, parts, self._chain.input)
+            self._collect(give, parts, self._chain.input)
 
-    def _collect(self, out: Expected, parts: dict[str, list[tuple[Bounded, Array]]], site: str) -> _Fed:
+    def _collect(
+        self, give: Callable[[Key, Bounded], None], parts: dict[str, list[tuple[Bounded, Array]]], site: str
+    ) -> _Fed:
         """The cotangent at a site: the sum over everything that reads it."""
-        terms = [dx for dx, _ in parts[site]]
+        readers = parts.pop(site)
+        terms = [dx for dx, _ in readers]
         dy = terms[0] if len(terms) == 1 else add(*terms)
-        out.cots[site] = dy
-        carried: Array = parts[site][0][1] if len(terms) == 1 else dy.err
-        return self._feed(("cots", site), dy, carried)
+        carried: Array = readers[0][1] if len(terms) == 1 else dy.err
+        fed = self._feed(("cots", site), dy, carried)
+        give(("cots", site), dy)
+        return fed
 
-    def _feed(self, key: tuple[str, str], expected: Bounded, carried: Array) -> _Fed:
+    def _feed(self, key: Key, expected: Bounded, carried: Array) -> _Fed:
         if self._noise is not None:
             # Noise may take away a degeneracy that the plain run has (a variance of 0), and its wide bar with it.
             reach = expected.err if self._doubt is None else np.maximum(expected.err, self._doubt[key])
@@ -175,33 +199,40 @@ _LARGE = 1_000_000
 
 
 def _spread(chain: Chain, tensors: Tensors, p: Precision) -> Expected:
-    plain = Walk(chain, tensors, p, noise=np.zeros).run()
+    plain = _parts(Walk(chain, tensors, p, noise=np.zeros).run())
     rng = np.random.default_rng(0)
-    strayed: dict[tuple[str, str], float] = defaultdict(float)
-    alone = {key: centre.err for key, centre in _parts(plain).items()}
+    strayed: dict[Key, float] = defaultdict(float)
+    alone = {key: centre.err for key, centre in plain.items()}
     local = dict(alone)
+
+    def stray(key: Key, moved: Bounded) -> None:
+        # One number an array: the furthest that any of its elements strayed.
+        strayed[key] = max(strayed[key], _furthest(moved.val, plain[key].val))
+        local[key] = np.maximum(local[key], moved.err)
+
     large = sum(t.size for t in tensors.values()) > _LARGE
     for _ in range(_NOISY_RUNS_OF_LARGE if large else _NOISY_RUNS):
-        # One number an array: the furthest that any of its elements strayed. One run at a time, to save memory.
-        noisy = Walk(chain, tensors, p, noise=lambda shape: rng.uniform(-_REACH, _REACH, shape), doubt=alone).run()
-        displaced = _parts(noisy)
-        for key, centre in _parts(plain).items():
-            strayed[key] = max(strayed[key], _furthest(displaced[key].val, centre.val))
-            local[key] = np.maximum(local[key], displaced[key].err)
+        Walk(chain, tensors, p, noise=lambda shape: rng.uniform(-_REACH, _REACH, shape), doubt=alone).each(stray)
     # Both are bounds: how far the noise took an array, and what one link makes of the doubt in what it reads. The
     # latter is 0 behind a mask that is certain.
-    doubt = {key: err + strayed[key] for key, err in local.items()}
-    linked = _parts(Walk(chain, tensors, p, doubt=doubt).run())
+    alone.clear()
+    doubt = {key: local.pop(key) + strayed[key] for key in plain}
     out = Expected()
-    for key, centre in _parts(plain).items():
-        part, name = key
-        bar = np.minimum(doubt[key], linked[key].err)
-        getattr(out, part)[name] = settle(centre.val, bar, p, centre.cancelled)
+
+    def bar(key: Key, linked: Bounded) -> None:
+        centre = plain.pop(key)
+        _put(out, key, settle(centre.val, np.minimum(doubt.pop(key), linked.err), p, centre.cancelled))
+
+    Walk(chain, tensors, p, doubt=doubt).each(bar)
     return out
 
 
-def _parts(e: Expected) -> dict[tuple[str, str], Bounded]:
+def _parts(e: Expected) -> dict[Key, Bounded]:
     return {(part, name): b for part in ("acts", "cots", "grads") for name, b in getattr(e, part).items()}
+
+
+def _put(e: Expected, key: Key, b: Bounded) -> None:
+    getattr(e, key[0])[key[1]] = b
 
 
 def _furthest(a: Array, b: Array) -> float:

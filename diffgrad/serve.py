@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from diffgrad.case import case_from_object
-from diffgrad.trace import pack
+from diffgrad.trace import is_large, pack
+
+
+def spool_of(log: str, number: int) -> Path:
+    """The file for the large arrays of a process's answer ``number``, beside its log."""
+    return Path(f"{log}.{number}")
 
 
 def serve(channel: Any, name: str, log: str) -> None:
@@ -40,15 +48,27 @@ def serve(channel: Any, name: str, log: str) -> None:
         )
     )
     spent = time.process_time()
-    for request in channel:
+    for number, request in enumerate(channel):
         asked = msgspec.json.decode(request)
         quick = bool(asked["quick"])
         if quick not in adapters:
             adapters[quick] = load(name, quick)
         outcome = adapters[quick].run(case_from_object(asked["case"]))
         now = time.process_time()
-        channel.send(pack(msgspec.structs.replace(outcome, total_cpu_s=now - spent)))
+        channel.send(pack(msgspec.structs.replace(outcome, total_cpu_s=now - spent), spool_of(log, number)))
+        if is_large(outcome.trace):
+            # A net's trace takes hundreds of megabytes, and the next request may be long in coming.
+            del outcome
+            gc.collect()
+            _hand_back_memory()
         spent = now
+
+
+def _hand_back_memory() -> None:
+    """Give freed memory back to the system, where the C library knows how to."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _redirect(log: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -42,25 +45,51 @@ class Outcome(msgspec.Struct, frozen=True):
     """CPU seconds of the worker process since its previous answer."""
 
 
-def _enc(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
-    raise NotImplementedError(f"cannot send a {type(value).__name__}")
+SPOOLED = 2**20
+"""Bytes from which an array is worth a place in a file instead of one in a message."""
 
 
-def _dec(kind: type, value: Any) -> Any:
-    dtype, shape, data = value
-    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+def pack(outcome: Outcome, spool: Path | None = None) -> bytes:
+    """Outcome -> bytes, bit for bit.
 
-
-def pack(outcome: Outcome) -> bytes:
-    """Outcome -> bytes, bit for bit."""
+    Large arrays go to the file ``spool``, if one is named: a message would hold them in memory several times over.
+    A disk that has no room for them is no loss: they are then sent like the others.
+    """
+    if spool is not None and is_large(outcome.trace):
+        with contextlib.suppress(OSError), spool.open("wb") as file:
+            return msgspec.msgpack.encode(outcome, enc_hook=partial(_enc, file=file))
     return msgspec.msgpack.encode(outcome, enc_hook=_enc)
 
 
-def unpack(data: bytes) -> Outcome:
-    """The inverse of pack."""
-    return _decoder.decode(data)
+def is_large(trace: Trace | None) -> bool:
+    """Whether a trace has arrays that are better kept in a file."""
+    parts = (trace.acts, trace.cots, trace.grads, trace.updates) if trace is not None else ()
+    return any(v.nbytes >= SPOOLED for part in parts for v in part.values())
 
 
-_decoder = msgspec.msgpack.Decoder(Outcome, dec_hook=_dec)
+def _enc(value: Any, file: BinaryIO | None = None) -> Any:
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"cannot send a {type(value).__name__}")
+    data = np.ascontiguousarray(value)
+    if file is None or data.nbytes < SPOOLED:
+        return [value.dtype.str, list(value.shape), data.tobytes()]
+    at = file.tell()
+    file.write(data.data)
+    return [value.dtype.str, list(value.shape), at]
+
+
+def unpack(data: bytes, spool: Path | None = None) -> Outcome:
+    """The inverse of pack. The arrays in ``spool`` are mapped, and the file is gone with the last of them."""
+    outcome = msgspec.msgpack.decode(data, type=Outcome, dec_hook=partial(_dec, spool=spool))
+    if spool is not None:
+        spool.unlink(missing_ok=True)
+    return outcome
+
+
+def _dec(kind: type, value: Any, spool: Path | None) -> Any:
+    dtype, shape, data = value
+    if isinstance(data, int):
+        if spool is None:
+            raise ValueError("the message refers to a file of arrays, and none is given")
+        return np.asarray(np.memmap(spool, np.dtype(dtype), "r", data, tuple(shape)))
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)

@@ -27,6 +27,7 @@ from threadpoolctl import threadpool_limits
 from diffgrad.adapters.base import Adapter
 from diffgrad.adapters.registry import ADAPTERS, load
 from diffgrad.case import Case
+from diffgrad.serve import spool_of
 from diffgrad.trace import Outcome, unpack
 
 START_TIMEOUT = 180.0
@@ -114,6 +115,8 @@ class Worker:
     jobs: deque[_Job] = field(default_factory=deque)
     deadline: float = 0.0
     generation: int = 0
+    answered: int = 0
+    """Answers of the present process."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -121,6 +124,7 @@ class Worker:
     def begin(self) -> None:
         """Start the process; ``ready`` waits for it."""
         self.generation += 1
+        self.answered = 0
         self.about = None
         self.log = self.logs / f"{self.name}-{os.getpid()}-{self.generation}.log"
         # Through env(1): libraries read some of these when the process starts, before execnet could set them.
@@ -169,10 +173,12 @@ class Worker:
         with contextlib.suppress(OSError):
             self._channel.send(msgspec.json.encode({"case": msgspec.Raw(job.case.to_json()), "quick": job.quick}))
 
-    def done(self) -> _Job:
+    def done(self, data: bytes) -> Answer:
         """The oldest job has its answer; the next one's time starts."""
         self.deadline = time.monotonic() + CASE_TIMEOUT
-        return self.jobs.popleft()
+        spool = spool_of(str(self.log), self.answered)
+        self.answered += 1
+        return Answer(self.name, self.jobs.popleft().case, unpack(data, spool))
 
     def restart(self) -> None:
         """After a crash or a hang: a new process, with what was still to do."""
@@ -277,7 +283,7 @@ class Workers:
         if data is None:
             yield self._lost(worker, "crash", f"the worker process died; {worker.last_words()}")
         else:
-            yield Answer(worker.name, worker.done().case, unpack(data))
+            yield worker.done(data)
 
     def _lost(self, worker: Worker, status: str, reason: str) -> Answer:
         job = worker.jobs.popleft()

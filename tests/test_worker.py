@@ -20,6 +20,8 @@ from diffgrad.adapters.registry import ADAPTERS, FRAMEWORKS
 from diffgrad.campaign import Campaign
 from diffgrad.case import Case
 from diffgrad.corpus import Corpus
+from diffgrad.specs import ConvNeXtDownSpec
+from diffgrad.trace import is_large
 from diffgrad.values import Values
 from diffgrad.worker import ENVIRONMENT, Answer, InProcess, Worker, WorkerError, Workers
 from tests.conftest import GetWorkers
@@ -52,6 +54,19 @@ def ended(pid: int) -> bool:
 def numpy_workers() -> Iterator[Workers]:
     with Workers(["numpy"]) as workers:
         yield workers
+
+
+def test_a_large_trace_arrives_whole_and_leaves_no_file(numpy_workers: Workers) -> None:
+    case = Case(block=ConvNeXtDownSpec(n=1, h=256, w=256, ic=8, oc=1))
+    here, small = run_numpy(case), SMALLEST
+    large, after = (a.outcome.trace for a in numpy_workers.run([case, small]))
+    assert large is not None
+    assert after is not None
+    assert is_large(large)
+    for part in ("acts", "cots", "grads"):
+        sent, got = getattr(here, part), getattr(large, part)
+        assert {k: v.tobytes() for k, v in got.items()} == {k: v.tobytes() for k, v in sent.items()}
+    assert [f.suffix for f in Path(numpy_workers._tmp.name).iterdir()] == [".log"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
