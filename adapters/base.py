@@ -56,7 +56,8 @@ class Adapter(ABC):
         v = t["x"]
         for (prefix, spec), name in zip(blocks, names, strict=True):
             own = {k.removeprefix(prefix): p for k, p in t.items() if k.startswith(prefix)} | {"x": v}
-            v = tap(name, self.block(spec)(spec, own, partial(_prefixed, tap, prefix)))
+            v = self.block(spec)(spec, own, partial(_prefixed, tap, prefix))
+            v = v if name == "out" else tap(name, v)  # the output's cotangent is given
         return v
 
     def refusal(self, case: Case) -> str:

@@ -20,7 +20,17 @@ def to_nhwc(spec: Spec, tensors: Arrays) -> Arrays:
 def from_nhwc(spec: Spec, tensors: Arrays) -> Arrays:
     """The inverse of to_nhwc."""
     kernels = spec.kernels()
-    return {k: v.transpose(3, 2, 0, 1) if k in kernels else _to_first(v) for k, v in tensors.items()}
+    return {k: _back(v, k in kernels, k.endswith(_SQUARE)) for k, v in tensors.items()}
+
+
+# Attention's matrices, [N,heads,T,T] in every framework.
+_SQUARE = ("attnS", "attnP")
+
+
+def _back(v: NDArray[Any], kernel: bool, square: bool) -> NDArray[Any]:
+    if v.ndim != 4 or square:
+        return v
+    return v.transpose(3, 2, 0, 1) if kernel else v.transpose(0, 3, 1, 2)
 
 
 def _to_hwio(v: NDArray[Any]) -> NDArray[Any]:
@@ -29,7 +39,3 @@ def _to_hwio(v: NDArray[Any]) -> NDArray[Any]:
 
 def _to_last(v: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(v.transpose(0, 2, 3, 1)) if v.ndim == 4 else v
-
-
-def _to_first(v: NDArray[Any]) -> NDArray[Any]:
-    return v.transpose(0, 3, 1, 2) if v.ndim == 4 else v

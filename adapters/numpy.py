@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
@@ -19,18 +20,26 @@ from diffgrad.adapters.base import Adapter, Stopwatch, Tap
 from diffgrad.case import Case
 from diffgrad.specs import (
     EPS,
+    AttentionSpec,
     ConvNeXtDownSpec,
     ConvNeXtHeadSpec,
     ConvNeXtNetSpec,
     ConvNeXtSpec,
     ConvNeXtStemSpec,
+    EncoderSpec,
     FusedSpec,
     HeadSpec,
+    LossSpec,
     MobileNetV4Spec,
+    PatchEmbedSpec,
     StemSpec,
+    TowerSpec,
     UibSpec,
     UibStridedSpec,
+    VitHeadSpec,
+    VitSpec,
 )
+from diffgrad.specs.vit import TokenNorm
 from diffgrad.trace import Arrays, Trace
 
 Floats = NDArray[Any]
@@ -227,6 +236,58 @@ class NumpyAdapter(Adapter):
         """The whole net and its loss."""
         return self.cross_entropy(self.run_blocks(b.blocks(), b.boundaries(), t, tap), t["target"].value)
 
+    def attention(self, b: AttentionSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """Multi-head self-attention."""
+        return self.mhsa(b, t["x"], t, tap)
+
+    def mhsa(self, b: AttentionSpec | EncoderSpec, v: Var, t: dict[str, Var], tap: Tap) -> Var:
+        """Projections, one core a head, output projection."""
+        q, k, u = (tap(s, self.dense(v, t[f"W{s}"], t[f"b{s}"], b.bf16)) for s in "qkv")
+        if b.core == "composed":
+            p = tap("attnP", self.softmax(tap("attnS", self.scores(q, k, b.heads, b.bf16))))
+        else:
+            p = self.softmax(self.scores(q, k, b.heads, b.bf16))
+        o = tap("o", self.weighted(p, u, b.heads, b.bf16))
+        return self.dense(o, t["Wo"], t["bo"], b.bf16)
+
+    def encoder(self, b: EncoderSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """The encoder block."""
+        v = tap("n1", self.token_norm(tap("xa", self.copy(t["x"])), t["ln1g"], t["ln1bt"], b.norm))
+        v = tap("ao", self.mhsa(b, v, t, tap))
+        h = tap("h", self.branch(v, t["x"], "drop_a", "ad", t, tap))
+        v = tap("n2", self.token_norm(tap("hm", self.copy(h)), t["ln2g"], t["ln2bt"], b.norm))
+        v = tap("g", self.gelu(tap("f1", self.dense(v, t["Wfc1"], t["bfc1"], b.bf16)), "gelu_tanh"))
+        v = tap("f2", self.dense(v, t["Wfc2"], t["bfc2"], b.bf16))
+        return self.branch(v, h, "drop_m", "md", t, tap)
+
+    def branch(self, v: Var, skip: Var, drop: str, name: str, t: dict[str, Var], tap: Tap) -> Var:
+        """A branch's drop site, where it has one, then the skip."""
+        if drop in t:
+            v = tap(name, self.scale(v, t[drop].value))
+        return self.add(v, skip)
+
+    def tower(self, b: TowerSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """Encoder blocks in series."""
+        return self.run_blocks(b.blocks(), (*b.boundaries(), "out"), t, tap)  # type: ignore[no-any-return]
+
+    def patch_embed(self, b: PatchEmbedSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """Patchify, cls in front, positions."""
+        v = tap("pe", self.bias(self.conv(t["x"], t["peW"], b.p, "valid", b.bf16 and b.bf16_conv), t["peb"]))
+        return self.position(tap("seq", self.prepend(v, t["cls"])), t["pos"])
+
+    def vit_head(self, b: VitHeadSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """LN, the cls token, dense."""
+        v = tap("fn", self.token_norm(t["x"], t["fng"], t["fnbt"], b.norm))
+        return self.dense(tap("fc", self.cls_slice(v)), t["Wd"], t["bd"])
+
+    def vit(self, b: VitSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """The whole net and its loss."""
+        return self.cross_entropy(self.run_blocks(b.blocks(), b.boundaries(), t, tap), t["target"].value)
+
+    def loss(self, b: LossSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """The smoothed cross entropy alone."""
+        return self.cross_entropy(t["x"], t["target"].value)
+
     def step(self, theta: Floats, gradient: Floats, lr: float) -> Floats:
         """Plain SGD."""
         return np.asarray(theta - theta.dtype.type(lr) * gradient)
@@ -261,12 +322,95 @@ class NumpyAdapter(Adapter):
     def flatten(self, x: Var) -> Var:
         return Var(x.value.reshape(len(x.value), -1), (x,), lambda dy: (dy.reshape(x.value.shape),))
 
-    def dense(self, x: Var, w: Var, b: Var) -> Var:
-        return Var(
-            x.value @ w.value + b.value,
-            (x, w, b),
-            lambda dy: (dy @ w.value.T, self.weight_sum(x.value.T @ dy, len(dy)), dy.sum(0)),
-        )
+    def dense(self, x: Var, w: Var, b: Var, bf16: bool = False) -> Var:
+        """Over the last axis; with the flag, every product takes rounded operands."""
+        low, kernel = self.operand(x.value, bf16), self.operand(w.value, bf16)
+
+        def pull(dy: Floats) -> tuple[Floats, Floats, Floats]:
+            d = self.operand(dy, bf16)
+            dw = low.reshape(-1, low.shape[-1]).T @ d.reshape(-1, d.shape[-1])
+            return d @ kernel.T, self.weight_sum(dw, len(dy)), dy.reshape(-1, dy.shape[-1]).sum(0)
+
+        return Var(low @ kernel + b.value, (x, w, b), pull)
+
+    def operand(self, v: Floats, bf16: bool) -> Floats:
+        """What a product reads: rounded to bfloat16 with the flag, else as it is."""
+        return v.astype(ml_dtypes.bfloat16).astype(v.dtype) if bf16 else v
+
+    def scores(self, q: Var, k: Var, heads: int, bf16: bool = False) -> Var:
+        """Q*K^T/sqrt(d) of each head."""
+        a, b = (self.slabs(self.operand(v.value, bf16), heads) for v in (q, k))
+        factor = q.value.dtype.type(1 / np.sqrt(self.scaled_by(a)))
+
+        def pull(ds: Floats) -> tuple[Floats, Floats]:
+            d = self.operand(ds, bf16)
+            return self.join_heads(d @ b) * factor, self.join_heads(d.swapaxes(2, 3) @ a) * factor
+
+        return Var(a @ b.swapaxes(2, 3) * factor, (q, k), pull)
+
+    def scaled_by(self, slabs: Floats) -> int:
+        """The head's width, whose root divides the scores."""
+        return int(slabs.shape[-1])
+
+    def softmax(self, z: Var, axis: int = -1) -> Var:
+        """Softmax of every row."""
+        powers = np.exp(z.value - z.value.max(axis, keepdims=True))
+        p = powers / powers.sum(axis, keepdims=True)
+        return Var(p, (z,), lambda dp: (self.softmax_back(p, dp, axis),))
+
+    def softmax_back(self, p: Floats, dp: Floats, axis: int) -> Floats:
+        return np.asarray(p * (dp - (p * dp).sum(axis, keepdims=True)))
+
+    def weighted(self, p: Var, v: Var, heads: int, bf16: bool = False) -> Var:
+        """P*V of each head, heads side by side."""
+        a, b = self.operand(p.value, bf16), self.slabs(self.operand(v.value, bf16), heads)
+
+        def pull(do: Floats) -> tuple[Floats, Floats]:
+            d = self.heads(self.operand(do, bf16), heads)
+            return d @ b.swapaxes(2, 3), self.join_heads(a.swapaxes(2, 3) @ d)
+
+        return Var(self.join_heads(a @ b), (p, v), pull)
+
+    def slabs(self, v: Floats, heads: int) -> Floats:
+        """The slab of each head, [N,T,D] -> [N,heads,T,d], of what a core reads."""
+        return self.heads(v, heads)
+
+    def heads(self, v: Floats, heads: int) -> Floats:
+        n, t, width = v.shape
+        return v.reshape(n, t, heads, width // heads).swapaxes(1, 2)
+
+    def join_heads(self, v: Floats) -> Floats:
+        """[N,heads,T,d] -> [N,T,D]"""
+        n, heads, t, d = v.shape
+        return v.swapaxes(1, 2).reshape(n, t, heads * d)
+
+    def token_norm(self, x: Var, g: Var, b: Var, norm: TokenNorm) -> Var:
+        """Layer norm of each token."""
+        return self.norm(x, g, b, (2,), (0, 1) if norm == "vector" else (0, 1, 2))
+
+    def prepend(self, x: Var, cls: Var) -> Var:
+        """Patches in a row behind the cls token."""
+        n, d = x.value.shape[:2]
+        patches = x.value.reshape(n, d, -1).swapaxes(1, 2)
+        tokens = np.concatenate((np.broadcast_to(cls.value, (n, 1, d)), patches), axis=1)
+        return Var(tokens, (x, cls), lambda dy: (dy[:, 1:].swapaxes(1, 2).reshape(x.value.shape), self.cls_node(dy)))
+
+    def cls_node(self, dy: Floats) -> Floats:
+        return np.asarray(dy[:, 0].sum(0))
+
+    def position(self, x: Var, pos: Var) -> Var:
+        """A position for every token."""
+        return Var(x.value + pos.value, (x, pos), lambda dy: (dy, dy.sum(0)))
+
+    def cls_slice(self, x: Var) -> Var:
+        """Token 0; backward, the patch rows get nothing."""
+
+        def pull(dy: Floats) -> tuple[Floats]:
+            dx = np.zeros_like(x.value)
+            dx[:, 0] = dy
+            return (dx,)
+
+        return Var(x.value[:, 0], (x,), pull)
 
     def cross_entropy(self, z: Var, t: Floats) -> Var:
         """Smoothed cross entropy, averaged over the batch."""
@@ -280,14 +424,15 @@ class NumpyAdapter(Adapter):
         """Cotangent at the logits."""
         return np.asarray((p - t) / p.dtype.type(len(t)))
 
-    def conv(self, x: Var, w: Var, stride: int = 1, padding: str = "symmetric") -> Var:
+    def conv(self, x: Var, w: Var, stride: int = 1, padding: str = "symmetric", bf16: bool = False) -> Var:
         """By gathered patches [N,C,H',W',kH,kW]; ``x`` is zero-padded first."""
         window = Window(x.value.shape, w.value.shape, stride, padding)
-        patches, kernel = window.patches(x.value), w.value
+        patches, kernel = window.patches(self.operand(x.value, bf16)), self.operand(w.value, bf16)
 
         def pull(dy: Floats) -> tuple[Floats, Floats]:
-            dx = window.scatter(np.einsum("nohw,ocab->nchwab", dy, kernel))
-            return dx, self.weight_sum(np.einsum("nchwab,nohw->ocab", patches, dy, optimize=True), len(dy))
+            d = self.operand(dy, bf16)
+            dx = window.scatter(np.einsum("nohw,ocab->nchwab", d, kernel))
+            return dx, self.weight_sum(np.einsum("nchwab,nohw->ocab", patches, d, optimize=True), len(dy))
 
         return Var(np.einsum("nchwab,ocab->nohw", patches, kernel, optimize=True), (x, w), pull)
 
@@ -347,14 +492,15 @@ class NumpyAdapter(Adapter):
         centred = x.value - x.value.mean(axes, keepdims=True)
         inv_std = self.inverse_root(self.variance(centred, axes))
         normed = centred * inv_std
-        gain = g.value[:, None, None]
+        spread = (-1, 1, 1) if x.value.ndim == 4 else (-1,)
+        gain, shift = g.value.reshape(spread), b.value.reshape(spread)
 
         def pull(dy: Floats) -> tuple[Floats, Floats, Floats]:
             dx = self.bn_back(gain * dy, normed, inv_std, axes)
             gamma, beta = self.bn_nodes(dy, dx, normed, shared)
             return dx, gamma.reshape(g.value.shape), beta.reshape(b.value.shape)
 
-        return Var(gain * normed + b.value[:, None, None], (x, g, b), pull)
+        return Var(gain * normed + shift, (x, g, b), pull)
 
     def variance(self, centred: Floats, axes: tuple[int, ...]) -> Floats:
         return np.asarray(np.mean(centred * centred, axes, keepdims=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -12,17 +13,24 @@ from diffgrad.adapters.layout import from_nhwc, to_nhwc
 from diffgrad.case import Case
 from diffgrad.specs import (
     EPS,
+    AttentionSpec,
     ConvNeXtDownSpec,
     ConvNeXtHeadSpec,
     ConvNeXtNetSpec,
     ConvNeXtSpec,
     ConvNeXtStemSpec,
+    EncoderSpec,
     FusedSpec,
     HeadSpec,
+    LossSpec,
     MobileNetV4Spec,
+    PatchEmbedSpec,
     StemSpec,
+    TowerSpec,
     UibSpec,
     UibStridedSpec,
+    VitHeadSpec,
+    VitSpec,
 )
 from diffgrad.trace import Arrays, Trace
 
@@ -176,10 +184,85 @@ class TensorFlowAdapter(Adapter):
         logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
         return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(t["target"], logits))
 
+    def attention(self, b: AttentionSpec, t: Tensors, tap: Tap) -> Any:
+        """Multi-head self-attention."""
+        return _mhsa(b, t["x"], t, tap)
+
+    def encoder(self, b: EncoderSpec, t: Tensors, tap: Tap) -> Any:
+        """Encoder block."""
+        v = tap("n1", _token_ln(tap("xa", tf.identity(t["x"])), t["ln1g"], t["ln1bt"]))
+        v = tap("ao", _mhsa(b, v, t, tap))
+        if b.drop_a:
+            v = tap("ad", v * t["drop_a"][:, None, None])
+        h = tap("h", v + t["x"])
+        v = tap("n2", _token_ln(tap("hm", tf.identity(h)), t["ln2g"], t["ln2bt"]))
+        v = tap("g", tf.nn.gelu(tap("f1", _linear(v, t["Wfc1"], t["bfc1"], b.bf16)), approximate=True))
+        v = tap("f2", _linear(v, t["Wfc2"], t["bfc2"], b.bf16))
+        if b.drop_m:
+            v = tap("md", v * t["drop_m"][:, None, None])
+        return v + h
+
+    def tower(self, b: TowerSpec, t: Tensors, tap: Tap) -> Any:
+        """Encoder blocks in series."""
+        return self.run_blocks(b.blocks(), (*b.boundaries(), "out"), t, tap)
+
+    def patch_embed(self, b: PatchEmbedSpec, t: Tensors, tap: Tap) -> Any:
+        """Patchify, cls in front, positions."""
+        x, w = t["x"], t["peW"]
+        if b.bf16 and b.bf16_conv:
+            x, w = tf.cast(x, tf.bfloat16), tf.cast(w, tf.bfloat16)
+        v = tap("pe", tf.cast(tf.nn.conv2d(x, w, b.p, "VALID"), t["x"].dtype) + t["peb"])
+        cls = tf.broadcast_to(t["cls"], (b.n, 1, b.d))
+        return tap("seq", tf.concat((cls, tf.reshape(v, (b.n, -1, b.d))), 1)) + t["pos"]
+
+    def vit_head(self, b: VitHeadSpec, t: Tensors, tap: Tap) -> Any:
+        """LN, the cls token, dense."""
+        v = tap("fn", _token_ln(t["x"], t["fng"], t["fnbt"]))
+        return tf.matmul(tap("fc", v[:, 0]), t["Wd"]) + t["bd"]
+
+    def vit(self, b: VitSpec, t: Tensors, tap: Tap) -> Any:
+        """The whole net and its loss."""
+        logits = self.run_blocks(b.blocks(), b.boundaries(), t, tap)
+        return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(t["target"], logits))
+
+    def loss(self, b: LossSpec, t: Tensors, tap: Tap) -> Any:
+        """The smoothed cross entropy alone."""
+        return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(t["target"], t["x"]))
+
+
+def _mhsa(b: AttentionSpec | EncoderSpec, v: Any, t: Tensors, tap: Tap) -> Any:
+    slabs = (*v.shape[:2], b.heads, b.head_dim)
+    q, k, u = (tf.reshape(tap(s, _linear(v, t[f"W{s}"], t[f"b{s}"], b.bf16)), slabs) for s in "qkv")
+    if b.core == "composed":
+        q, k, u = (tf.transpose(x, (0, 2, 1, 3)) for x in (q, k, u))
+        s = tap("attnS", _matmul(q, k, b.bf16, transpose_b=True) / b.head_dim**0.5)
+        o = tf.transpose(_matmul(tap("attnP", tf.nn.softmax(s)), u, b.bf16), (0, 2, 1, 3))
+    else:
+        if b.bf16:
+            q, k, u = (tf.cast(x, tf.bfloat16) for x in (q, k, u))
+        o = tf.cast(keras.ops.dot_product_attention(q, k, u), v.dtype)
+    return _linear(tap("o", tf.reshape(o, v.shape)), t["Wo"], t["bo"], b.bf16)
+
+
+def _matmul(a: Any, b: Any, bf16: bool, transpose_b: bool = False) -> Any:
+    if not bf16:
+        return tf.matmul(a, b, transpose_b=transpose_b)
+    low = (tf.cast(v, tf.bfloat16) for v in (a, b))
+    return tf.cast(tf.matmul(*low, transpose_b=transpose_b), a.dtype)
+
+
+def _linear(x: Any, w: Any, b: Any, bf16: bool) -> Any:
+    return _matmul(x, w, bf16) + b
+
+
+def _token_ln(x: Any, g: Any, b: Any) -> Any:
+    """Layer norm of every token, gamma and beta per number or one of each."""
+    return _ln(x, "token", g, b)
+
 
 def _ln(x: Any, norm: str, g: Any, b: Any) -> Any:
     """Layer norm over the channels, or over the whole map with one gamma and beta."""
-    mean, variance = tf.nn.moments(x, (3,) if norm == "channel" else (1, 2, 3), keepdims=True)
+    mean, variance = tf.nn.moments(x, (1, 2, 3) if norm == "scalar" else (-1,), keepdims=True)
     return tf.nn.batch_normalization(x, mean, variance, b, g, EPS)
 
 

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap, Unsupported
 from diffgrad.case import Case
 from diffgrad.specs import (
     EPS,
+    AttentionSpec,
     ConvNeXtDownSpec,
     ConvNeXtHeadSpec,
     ConvNeXtNetSpec,
     ConvNeXtSpec,
     ConvNeXtStemSpec,
+    EncoderSpec,
     FusedSpec,
     HeadSpec,
+    LossSpec,
     MobileNetV4Spec,
+    PatchEmbedSpec,
     StemSpec,
+    TowerSpec,
     UibSpec,
     UibStridedSpec,
+    VitHeadSpec,
+    VitSpec,
 )
 from diffgrad.trace import Arrays, Trace
 
@@ -179,6 +187,82 @@ class TorchAdapter(Adapter):
     def convnext_net(self, b: ConvNeXtNetSpec, t: Tensors, tap: Tap) -> torch.Tensor:
         """The whole net and its loss."""
         return F.cross_entropy(self.run_blocks(b.blocks(), b.boundaries(), t, tap), t["target"])
+
+    def attention(self, b: AttentionSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """Multi-head self-attention."""
+        return _mhsa(b, t["x"], t, tap)
+
+    def encoder(self, b: EncoderSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """Encoder block."""
+        v = tap("xa", t["x"].view_as(t["x"]))
+        v = tap("ao", _mhsa(b, tap("n1", _token_ln(v, b.norm, t["ln1g"], t["ln1bt"])), t, tap))
+        if b.drop_a:
+            v = tap("ad", v * t["drop_a"].reshape(-1, 1, 1))
+        h = tap("h", torch.add(v, t["x"]))
+        v = tap("n2", _token_ln(tap("hm", h.view_as(h)), b.norm, t["ln2g"], t["ln2bt"]))
+        v = tap("g", F.gelu(tap("f1", _linear(v, t["Wfc1"], t["bfc1"], b.bf16)), approximate="tanh"))
+        v = tap("f2", _linear(v, t["Wfc2"], t["bfc2"], b.bf16))
+        if b.drop_m:
+            v = tap("md", v * t["drop_m"].reshape(-1, 1, 1))
+        return torch.add(v, h)
+
+    def tower(self, b: TowerSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """Encoder blocks in series."""
+        return self.run_blocks(b.blocks(), (*b.boundaries(), "out"), t, tap)  # type: ignore[no-any-return]
+
+    def patch_embed(self, b: PatchEmbedSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """Patchify, cls in front, positions."""
+        if b.bf16 and b.bf16_conv:
+            v = F.conv2d(t["x"].bfloat16(), t["peW"].bfloat16(), stride=b.p).float() + t["peb"].reshape(-1, 1, 1)
+        else:
+            v = F.conv2d(t["x"], t["peW"], t["peb"], stride=b.p)
+        patches = tap("pe", v).flatten(2).transpose(1, 2)
+        return tap("seq", torch.cat((t["cls"].expand(b.n, 1, -1), patches), 1)) + t["pos"]  # type: ignore[no-any-return]
+
+    def vit_head(self, b: VitHeadSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """LN, the cls token, dense."""
+        v = tap("fn", _token_ln(t["x"], b.norm, t["fng"], t["fnbt"]))
+        return F.linear(tap("fc", v[:, 0]), t["Wd"].T, t["bd"])
+
+    def vit(self, b: VitSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """The whole net and its loss."""
+        return F.cross_entropy(self.run_blocks(b.blocks(), b.boundaries(), t, tap), t["target"])
+
+    def loss(self, b: LossSpec, t: Tensors, tap: Tap) -> torch.Tensor:
+        """The smoothed cross entropy alone."""
+        return F.cross_entropy(t["x"], t["target"])
+
+
+def _mhsa(b: AttentionSpec | EncoderSpec, v: torch.Tensor, t: Tensors, tap: Tap) -> torch.Tensor:
+    q, k, u = (tap(s, _linear(v, t[f"W{s}"], t[f"b{s}"], b.bf16)) for s in "qkv")
+    # Each head's slab of columns: [N,T,D] -> [N,heads,T,d]
+    q, k, u = (x.unflatten(2, (b.heads, b.head_dim)).transpose(1, 2) for x in (q, k, u))
+    if b.core == "composed":
+        s = tap("attnS", _matmul(q, k.transpose(2, 3), b.bf16) * b.head_dim**-0.5)
+        o = _matmul(tap("attnP", torch.softmax(s, -1)), u, b.bf16)
+    else:
+        backends = [SDPBackend.MATH] if b.core == "fused_math" else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(backends):
+            if b.bf16:
+                o = F.scaled_dot_product_attention(q.bfloat16(), k.bfloat16(), u.bfloat16()).float()
+            else:
+                o = F.scaled_dot_product_attention(q, k, u)
+    return _linear(tap("o", o.transpose(1, 2).flatten(2)), t["Wo"], t["bo"], b.bf16)
+
+
+def _matmul(x: torch.Tensor, w: torch.Tensor, bf16: bool) -> torch.Tensor:
+    return (x.bfloat16() @ w.bfloat16()).float() if bf16 else x @ w
+
+
+def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, bf16: bool) -> torch.Tensor:
+    return F.linear(x.bfloat16(), w.T.bfloat16()).float() + b if bf16 else F.linear(x, w.T, b)
+
+
+def _token_ln(x: torch.Tensor, norm: str, g: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Layer norm of every token, gamma and beta per number or one of each."""
+    if norm == "vector":
+        return F.layer_norm(x, g.shape, g, b, EPS)
+    return F.layer_norm(x, x.shape[2:], eps=EPS) * g + b
 
 
 def _ln(x: torch.Tensor, norm: str, g: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -113,10 +114,14 @@ class Bounded:
         """The same value with a larger bound (an alternative evaluation the library may use)."""
         return settle(self.val, self.err + extra, self.p, self.cancelled)
 
+    def moved(self, move: Callable[[Array], Array]) -> Bounded:
+        """The same numbers in other places (a reshape, a transpose, a slice): exact."""
+        cancelled = None if self.cancelled is None else move(self.cancelled)
+        return Bounded(move(self.val), move(self.err), self.p, cancelled)
+
     def reshape(self, *shape: int) -> Bounded:
         """Reshape, exact."""
-        cancelled = None if self.cancelled is None else self.cancelled.reshape(shape)
-        return Bounded(self.val.reshape(shape), self.err.reshape(shape), self.p, cancelled)
+        return self.moved(lambda v: v.reshape(shape))
 
 
 def recorded(val: Array, p: Precision, carried: Array | None = None) -> Bounded:
@@ -134,6 +139,24 @@ def recorded(val: Array, p: Precision, carried: Array | None = None) -> Bounded:
     mag = np.abs(val)
     err = np.where(finite, np.where(mag < p.tiny, mag, 0.0), np.inf)
     return Bounded(val, err if carried is None else err + carried, p)
+
+
+U_BF16 = 2.0**-8
+"""Unit roundoff of bfloat16: 8 significand bits."""
+
+
+def to_bfloat16(a: Bounded) -> Bounded:
+    """``a`` rounded to bfloat16 (nearest, ties to even). Exact where ``a`` is; rounding is monotone, so the ends of
+    an uncertain operand's interval bound what it may round to."""
+    val = _bfloat16(a.val)
+    if a.exact:
+        return Bounded(val, np.where(np.isfinite(val), 0.0, np.inf), a.p)
+    return settle(val, np.maximum(_bfloat16(a.val + a.err) - val, val - _bfloat16(a.val - a.err)), a.p)
+
+
+def _bfloat16(v: Array) -> Array:
+    with quiet():
+        return v.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def settle(val: Array, err: Array, p: Precision, cancelled: Array | None = None) -> Bounded:

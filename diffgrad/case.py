@@ -55,6 +55,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_values(self.values)
         if not 0.0 <= self.lr <= 1.0:
             raise CaseError(f"lr = {self.lr}: must be from 0 (no step) to 1")
+        if getattr(self.block, "bf16", False) and self.dtype != "float32":
+            raise CaseError(f"{self.block.kind}.bf16 with dtype {self.dtype}: the flag rounds float32 operands")
         tensors = {t.name: t.shape for t in self.block.tensors()}
         elements = sum(int(np.prod(s, dtype=object)) for s in tensors.values())
         if elements > _MOST_ELEMENTS:

@@ -20,7 +20,10 @@ from diffgrad.case import Case
 from diffgrad.chains import CHAINS, Chain, chain_of
 from diffgrad.ops import (
     Add,
+    AddPosition,
+    Attention,
     BatchNorm,
+    ClsSlice,
     Conv2d,
     Copy,
     Dense,
@@ -33,10 +36,14 @@ from diffgrad.ops import (
     LayerNorm,
     LayerScale,
     Op,
+    PrependCls,
     Relu,
     Relu6,
+    Scores,
     SmoothedCrossEntropy,
+    SoftmaxRows,
     Swish,
+    Weighted,
 )
 from diffgrad.ops.conv import Padding
 from diffgrad.ops.norm import Kind
@@ -123,9 +130,9 @@ def _droppath(pick: Any, draw: _Draw) -> Instance:
 
 
 def _layernorm(pick: Any, draw: _Draw) -> Instance:
-    kind = get_args(Kind)[pick(0, 2)]
-    x = _map(pick, draw) if kind != "token" else draw(pick(1, 3), pick(1, 4), pick(1, 6))
-    size = {"channel": x.shape[1], "scalar": 1, "token": x.shape[-1]}[kind]
+    kind = get_args(Kind)[pick(0, 3)]
+    x = _map(pick, draw) if kind in ("channel", "scalar") else draw(pick(1, 3), pick(1, 4), pick(1, 6))
+    size = {"channel": x.shape[1], "token": x.shape[-1]}.get(kind, 1)
     return LayerNorm(kind=kind), (x + 3.0 * pick(0, 2),), (draw(size), draw(size))
 
 
@@ -137,6 +144,36 @@ def _layerscale(pick: Any, draw: _Draw) -> Instance:
 def _dense(pick: Any, draw: _Draw) -> Instance:
     n, inputs, outputs = pick(1, 4), pick(1, 6), pick(1, 6)
     return Dense(), (draw(n, inputs),), (draw(inputs, outputs), draw(outputs))
+
+
+def _heads(op: type[Scores | Weighted | Attention]) -> Callable[[Any, _Draw], Instance]:
+    """Q and K for the scores, P and V for the weighted sum, Q, K and V for the fused core."""
+
+    def make(pick: Any, draw: _Draw) -> Instance:
+        n, t, heads, d = pick(1, 3), pick(1, 5), pick(1, 3), pick(1, 4)
+        tokens = [draw(n, t, heads * d) for _ in range(3)]
+        if op is Weighted:
+            return op(heads), (np.abs(draw(n, heads, t, t)), tokens[0]), ()
+        return op(heads), tuple(tokens[: 2 if op is Scores else 3]), ()
+
+    return make
+
+
+def _softmaxrows(pick: Any, draw: _Draw) -> Instance:
+    return SoftmaxRows(), (3.0 * draw(pick(1, 2), pick(1, 3), pick(1, 5), pick(1, 5)),), ()
+
+
+def _prependcls(pick: Any, draw: _Draw) -> Instance:
+    x = _map(pick, draw)
+    return PrependCls(), (x,), (draw(x.shape[1]),)
+
+
+def _tokens(op: Op, position: bool) -> Callable[[Any, _Draw], Instance]:
+    def make(pick: Any, draw: _Draw) -> Instance:
+        x = draw(pick(1, 4), pick(1, 5), pick(1, 6))
+        return op, (x,), (draw(*x.shape[1:]),) if position else ()
+
+    return make
 
 
 def _flatten(pick: Any, draw: _Draw) -> Instance:
@@ -167,6 +204,13 @@ OPS: dict[str, Callable[[Any, _Draw], Instance]] = {
     "flatten": _flatten,
     "dense": _dense,
     "smoothedcrossentropy": _cross_entropy,
+    "scores": _heads(Scores),
+    "softmaxrows": _softmaxrows,
+    "weighted": _heads(Weighted),
+    "attention": _heads(Attention),
+    "prependcls": _prependcls,
+    "addposition": _tokens(AddPosition(), position=True),
+    "clsslice": _tokens(ClsSlice(), position=False),
 }
 """Op name -> how to draw an instance of it. A test holds this table against the ops that exist."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from diffgrad.bars import PRECISIONS, Bounded, Precision, quiet, recorded, scale
 from diffgrad.chains import Chain, Link
+from diffgrad.chains.base import with_ops
 from diffgrad.ops import Op
 from diffgrad.oracle import Expected, Key, Tensors, Walk, end_to_end
 from diffgrad.trace import Trace
@@ -131,9 +132,9 @@ def check_run(
     report = check_links(chain, tensors, trace, p, compiled)
     report = Report(report.quantities + tuple(_steps(chain, tensors, trace, p, lr)), report.links, report.nodes)
     if dtype == "float64" and report.verdict in ("ok", "vacuous"):
-        compared = _Comparison(chain, trace, p)
-        (whole or end_to_end(chain, tensors, p)).each(chain, compared)
-        return Report((*report.quantities, *compared.quantities()), report.links, report.nodes)
+        quantities = _whole(chain, trace, p, whole or end_to_end(chain, tensors, p))
+        named = _name_looser_whole(chain, tensors, trace, p, quantities)
+        return Report((*report.quantities, *named), report.links, report.nodes)
     return report
 
 
@@ -176,6 +177,12 @@ class _Row(NamedTuple):
 def _links(walk: Walk, chain: Chain, trace: Trace, p: Precision) -> list[Quantity]:
     compared = _Comparison(chain, trace, p)
     walk.each(compared)
+    return compared.quantities()
+
+
+def _whole(chain: Chain, trace: Trace, p: Precision, expected: Expected) -> list[Quantity]:
+    compared = _Comparison(chain, trace, p)
+    expected.each(chain, compared)
     return compared.quantities()
 
 
@@ -324,22 +331,45 @@ def _name_looser(
     compiled: bool,
     quantities: list[Quantity],
 ) -> list[Quantity]:
-    """Where a named cheaper algorithm of an op explains all that its link delivered, say ``lossy:<model>`` instead."""
-    faulty = {q.link for q in quantities if q.faulty}
+    """Where named cheaper algorithms explain all that a link (or the links of a fan-in) delivered, say
+    ``lossy:<model>`` instead. Each model is tried on all faulty links at once: links are checked on what was recorded.
+    """
+    left = {q.link for q in quantities if q.faulty}
+    answerable = {title for link in left for title in link.split("+")}
+    found = {
+        _title(link): (link.writes, _models(link, tensors, trace, p, quantities))
+        for link in chain.links
+        if _title(link) in answerable
+    }
     renamed = list(quantities)
-    for link in chain.links:
-        if _title(link) not in faulty:
+    for model in dict.fromkeys(name for _, models in found.values() for name in models):
+        having = {title for title, (_, models) in found.items() if model in models}
+        tried = {link for link in left if having & set(link.split("+"))}
+        if not tried:
             continue
-        for model, op in _models(link, tensors, trace, p, quantities).items():
-            again = _links(Walk(chain, tensors, p, trace, compiled, {link.writes: op}), chain, trace, p)
-            mine = [i for i, q in enumerate(quantities) if q.link == _title(link)]
-            if any(again[i].faulty for i in mine):
-                continue
-            for i in mine:
-                if quantities[i].faulty:
-                    renamed[i] = msgspec.structs.replace(quantities[i], verdict=f"lossy:{model}")
-            break
+        ops = {site: models[model] for site, models in found.values() if model in models}
+        again = _links(Walk(chain, tensors, p, trace, compiled, ops), chain, trace, p)
+        left -= tried - {q.link for q in again if q.faulty}
+        for i, q in enumerate(quantities):
+            if q.faulty and q.link in tried - left:
+                renamed[i] = msgspec.structs.replace(q, verdict=f"lossy:{model}")
     return renamed
+
+
+def _name_looser_whole(
+    chain: Chain, tensors: Tensors, trace: Trace, p: Precision, quantities: list[Quantity]
+) -> list[Quantity]:
+    """The same end to end, where what a cheaper algorithm loses may show though no link of its own could tell."""
+    if not any(q.faulty for q in quantities):
+        return quantities
+    found = {link.writes: _models(link, tensors, trace, p, quantities) for link in chain.links}
+    for model in dict.fromkeys(name for models in found.values() for name in models):
+        ops = {site: models[model] for site, models in found.items() if model in models}
+        looser = replace(chain, links=with_ops(chain.links, **ops))
+        if any(q.faulty for q in _whole(chain, trace, p, end_to_end(looser, tensors, p))):
+            continue
+        return [msgspec.structs.replace(q, verdict=f"lossy:{model}") if q.faulty else q for q in quantities]
+    return quantities
 
 
 def _models(link: Link, tensors: Tensors, trace: Trace, p: Precision, quantities: Sequence[Quantity]) -> dict[str, Op]:

@@ -23,7 +23,7 @@ from diffgrad.replay import entries_at
 from diffgrad.replay import replay as replay_entries
 from diffgrad.specs import BLOCKS, CaseError
 from diffgrad.strategies.cases import DTYPES
-from diffgrad.tie import NETS, Tied, net_spec
+from diffgrad.tie import NETS, Sizes, Tied, net_spec
 from diffgrad.tie import tie as tie_net
 from diffgrad.worker import InProcess, Runner, WorkerError, Workers
 
@@ -157,8 +157,10 @@ def replay(
 def tie(
     net: Annotated[str, typer.Argument(help=f"The net: {', '.join(NETS)}.")],
     image: Annotated[int, typer.Option(help="Height and width of the image.")] = 64,
-    batch: Annotated[int, typer.Option(help="Examples in the batch.")] = 8,
+    batch: Annotated[int | None, typer.Option(help="Examples in the batch; 8 or 4 by default.")] = None,
     classes: Annotated[int, typer.Option(help="Classes of the classifier.")] = 1000,
+    drop: Annotated[bool, typer.Option("--drop", help="With stochastic depth, two masks a block (vit_tiny).")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Products of bfloat16 operands (vit_tiny).")] = False,
     adapter: Adapters = None,
     seed: Annotated[int, typer.Option(help="Seed of the values.")] = 0,
     corpus: CorpusFolder = Path("corpus"),
@@ -166,7 +168,9 @@ def tie(
 ) -> None:
     """Hold every parameter gradient and cotangent of a documented net, at its true widths, in every framework."""
     names = _chosen("--adapter", adapter, tuple(ADAPTERS), FRAMEWORKS)
-    spec = net_spec(net, image, batch, classes)
+    if batch is not None and batch < 1:
+        raise UsageError(f"--batch {batch}: must be at least 1")
+    spec = net_spec(net, Sizes(image, batch or 0, classes, drop, bf16))
     _probe(json)
     nodes = len(spec.parameters())
     known = Corpus(corpus).known()

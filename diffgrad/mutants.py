@@ -19,7 +19,20 @@ from diffgrad.adapters.numpy import AnyUib, Floats, NumpyAdapter, Var
 from diffgrad.case import Case
 from diffgrad.chains import chain_of
 from diffgrad.check import Quantity, check_run
-from diffgrad.specs import ConvNeXtSpec, FusedSpec, HeadSpec, MobileNetV4Spec, StemSpec, UibSpec, UibStridedSpec
+from diffgrad.specs import (
+    AttentionSpec,
+    ConvNeXtSpec,
+    EncoderSpec,
+    FusedSpec,
+    HeadSpec,
+    MobileNetV4Spec,
+    PatchEmbedSpec,
+    StemSpec,
+    TowerSpec,
+    UibSpec,
+    UibStridedSpec,
+)
+from diffgrad.specs.vit import TokenNorm
 from diffgrad.strategies import cases, sample
 
 Residual = UibSpec | ConvNeXtSpec
@@ -256,6 +269,137 @@ class _PartPerThousand(NumpyAdapter):
         return gain * gain.dtype.type(1.001), shift
 
 
+class _OtherSlab(NumpyAdapter):
+    """Each head reads K's and V's slab of the next head."""
+
+    def weighted(self, p: Var, v: Var, heads: int, bf16: bool = False) -> Var:
+        def turned(x: Floats, shift: int) -> Floats:
+            return self.join_heads(np.roll(self.heads(x, heads), shift, axis=1))
+
+        moved = Var(turned(v.value, 1), (v,), lambda dy: (turned(dy, -1),))
+        return super().weighted(p, moved, heads, bf16)
+
+
+class _RootOfWidth(NumpyAdapter):
+    def scaled_by(self, slabs: Floats) -> int:
+        return int(slabs.shape[1] * slabs.shape[-1])
+
+
+class _SoftmaxOverQueries(NumpyAdapter):
+    def softmax(self, z: Var, axis: int = -1) -> Var:
+        return super().softmax(z, -2)
+
+
+class _SoftmaxNotCentred(NumpyAdapter):
+    """The rows' common part is not taken off in the backward."""
+
+    def softmax_back(self, p: Floats, dp: Floats, axis: int) -> Floats:
+        return np.asarray(p * dp)
+
+
+class _ClsEverywhere(NumpyAdapter):
+    def cls_slice(self, x: Var) -> Var:
+        shape = x.value.shape
+        return Var(x.value[:, 0], (x,), lambda dy: (np.broadcast_to(dy[:, None], shape).copy(),))
+
+
+class _ClsMean(NumpyAdapter):
+    def cls_node(self, dy: Floats) -> Floats:
+        return np.asarray(dy[:, 0].mean(0))
+
+
+class _BatchAsTokens(NumpyAdapter):
+    """Attention among the examples instead of among the tokens, where both are as many."""
+
+    def mhsa(self, b: AttentionSpec | EncoderSpec, v: Var, t: dict[str, Var], tap: Tap) -> Var:
+        if b.n != b.t:
+            return super().mhsa(b, v, t, tap)
+        out = super().mhsa(b, self._turned(v), t, tap)
+        return self._turned(out)
+
+    def _turned(self, v: Var) -> Var:
+        return Var(v.value.swapaxes(0, 1), (v,), lambda dy: (dy.swapaxes(0, 1),))
+
+
+class _TailFirst(NumpyAdapter):
+    """The tower's last block runs first."""
+
+    def tower(self, b: TowerSpec, t: dict[str, Var], tap: Tap) -> Var:
+        names = [prefix for prefix, _ in b.blocks()]
+        turned = {new: old for new, old in zip(names, reversed(names), strict=True)}
+        moved = {k: t[turned[k[:2]] + k[2:]] if k[:2] in turned else v for k, v in t.items()}
+        return super().tower(b, moved, tap)
+
+
+class _DropOnTokens(NumpyAdapter):
+    """The drop site on the skip of the encoder block."""
+
+    def branch(self, v: Var, skip: Var, drop: str, name: str, t: dict[str, Var], tap: Tap) -> Var:
+        if drop not in t:
+            return super().branch(v, skip, drop, name, t, tap)
+        return self.add(tap(name, self.copy(v)), self.scale(skip, t[drop].value))
+
+
+class _OneMask(NumpyAdapter):
+    """Both drop sites of a block read the first one's mask."""
+
+    def branch(self, v: Var, skip: Var, drop: str, name: str, t: dict[str, Var], tap: Tap) -> Var:
+        if drop in t and "drop_a" in t:
+            t = t | {drop: t["drop_a"]}
+        return super().branch(v, skip, drop, name, t, tap)
+
+
+class _ScalarGain(NumpyAdapter):
+    """One gamma, the first, for all of a token."""
+
+    def token_norm(self, x: Var, g: Var, b: Var, norm: TokenNorm) -> Var:
+        if norm == "scalar":
+            return super().token_norm(x, g, b, norm)
+        same = Var(np.full_like(g.value, g.value[0]), (g,), lambda dy: (dy,))
+        return super().token_norm(x, same, b, norm)
+
+
+class _OperandsAsTheyAre(NumpyAdapter):
+    """The flag bf16 is ignored."""
+
+    def operand(self, v: Floats, bf16: bool) -> Floats:
+        return v
+
+
+class _AlwaysRounded(NumpyAdapter):
+    """Operands are rounded without the flag, too."""
+
+    def operand(self, v: Floats, bf16: bool) -> Floats:
+        return super().operand(v, True)
+
+
+class _ConvFollowsFlag(NumpyAdapter):
+    """The patch embedding's convolution follows bf16, and ignores bf16_conv."""
+
+    def patch_embed(self, b: PatchEmbedSpec, t: dict[str, Var], tap: Tap) -> Var:
+        return super().patch_embed(msgspec.structs.replace(b, bf16_conv=b.bf16), t, tap)
+
+
+class _ConvIgnoresFlag(NumpyAdapter):
+    """bf16_conv counts without bf16."""
+
+    def patch_embed(self, b: PatchEmbedSpec, t: dict[str, Var], tap: Tap) -> Var:
+        return super().patch_embed(msgspec.structs.replace(b, bf16=b.bf16_conv), t, tap)
+
+
+class _PatchesTransposed(NumpyAdapter):
+    """Patches in column-major order."""
+
+    def prepend(self, x: Var, cls: Var) -> Var:
+        turned = Var(x.value.swapaxes(2, 3), (x,), lambda dy: (dy.swapaxes(2, 3),))
+        return super().prepend(turned, cls)
+
+
+class _PositionMean(NumpyAdapter):
+    def position(self, x: Var, pos: Var) -> Var:
+        return Var(x.value + pos.value, (x, pos), lambda dy: (dy, dy.mean(0)))
+
+
 class Mutant(NamedTuple):
     """A planted fault: its trap in words, the adapter that has it, and what may be blamed for it.
 
@@ -344,6 +488,73 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("net_frozen", "LN statistics constant in a net", _FrozenStatistics, _LN_BACK, ("convnext_net",)),
     Mutant("step_uphill", "theta + lr*g", _StepUphill, ("sgd update",), ("uib", "convnext")),
     Mutant("step_without_rate", "theta - g without the learning rate", _StepWithoutRate, ("sgd update",), ("uib",)),
+    Mutant(
+        "head_slab",
+        "a head reads another head's slab",
+        _OtherSlab,
+        ("weighted activation", "attention activation"),
+        ("attention", "encoder"),
+    ),
+    Mutant(
+        "root_of_width",
+        "sqrt(D) for sqrt(d_head)",
+        _RootOfWidth,
+        ("scores activation", "attention activation"),
+        ("attention", "encoder"),
+    ),
+    Mutant(
+        "softmax_axis", "softmax over the wrong axis", _SoftmaxOverQueries, ("softmaxrows activation",), ("attention",)
+    ),
+    Mutant(
+        "softmax_not_centred",
+        "softmax's backward without the sum",
+        _SoftmaxNotCentred,
+        ("softmaxrows cotangent", "attention cotangent"),
+        ("attention",),
+    ),
+    Mutant("cls_everywhere", "the cls scatter to every row", _ClsEverywhere, ("clsslice cotangent",), ("vit_head",)),
+    Mutant("cls_mean", "cls gradient: mean for sum", _ClsMean, ("prependcls gradient",), ("patch_embed",)),
+    Mutant(
+        "batch_as_tokens",
+        "batch read as tokens (at N = T)",
+        _BatchAsTokens,
+        ("dense activation", "softmaxrows", "scores", "attention activation"),
+        ("attention", "encoder"),
+    ),
+    Mutant("tail_first", "tower run tail first", _TailFirst, ("layernorm@b1n1",), ("tower",)),
+    Mutant("drop_on_tokens", "the drop site on the skip", _DropOnTokens, ("droppath activation",), ("encoder",)),
+    Mutant("one_mask", "one mask for both sites", _OneMask, ("droppath@md activation",), ("encoder",)),
+    Mutant("keep_forgotten_vit", "the reciprocal keep missing", _NoReciprocal, ("droppath activation",), ("encoder",)),
+    Mutant(
+        "scalar_gain", "scalar for vector LN", _ScalarGain, ("layernorm activation",), ("encoder", "vit_head", "tower")
+    ),
+    Mutant("gelu_form_vit", "erf for tanh GELU", _GeluForm, ("gelutanh@g activation",), ("encoder",)),
+    Mutant(
+        "no_fan_in_vit", "a residual's fan-in missing", _NoFanIn, ("copy@xa+add@h", "copy@hm+add@out"), ("encoder",)
+    ),
+    Mutant(
+        "flag_ignored",
+        "bf16 operands left as they are",
+        _OperandsAsTheyAre,
+        ("dense activation",),
+        ("attention", "encoder"),
+    ),
+    Mutant("flag_forced", "bf16 operands without the flag", _AlwaysRounded, ("dense activation",), ("attention",)),
+    Mutant("conv_flag_left_out", "bf16_conv ignored", _ConvFollowsFlag, ("conv2d@pe activation",), ("patch_embed",)),
+    Mutant("conv_flag_alone", "bf16_conv without bf16", _ConvIgnoresFlag, ("conv2d@pe activation",), ("patch_embed",)),
+    Mutant(
+        "patches_turned", "patches in column order", _PatchesTransposed, ("prependcls activation",), ("patch_embed",)
+    ),
+    Mutant("position_mean", "pos gradient: mean for sum", _PositionMean, ("addposition gradient",), ("patch_embed",)),
+    Mutant(
+        "loss_not_averaged_alone",
+        "the loss cotangent not divided by B",
+        _LossNotAveraged,
+        ("smoothedcrossentropy cotangent",),
+        ("loss",),
+    ),
+    Mutant("unsmoothed_alone", "targets unsmoothed", _Unsmoothed, ("smoothedcrossentropy activation",), ("loss",)),
+    Mutant("vit_tokens_frozen", "LN statistics constant in a net", _FrozenStatistics, _LN_BACK, ("vit",)),
     Mutant("part_per_thousand", "gamma's gradient off by 0.1%", _PartPerThousand, ("batchnorm gradient",)),
 )
 

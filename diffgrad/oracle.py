@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from diffgrad.bars import Array, Bounded, Precision, add, quiet, recorded, settle
 from diffgrad.chains import Chain, Link
-from diffgrad.ops import Op, Vjp
+from diffgrad.ops import Op
 from diffgrad.trace import Trace
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -113,10 +113,10 @@ class Walk:
         fed = {self._chain.input: _fed(self._given[self._chain.input])}
         for link in self._chain.links:
             op, ps = self._op(link), self._params(link)
-            y = op.bound(tuple(fed[s].carried for s in link.reads), ps)
-            own = y
-            if self._compiled and op.stored(ps)[0]:
-                own = op.bound(tuple(fed[s].plain for s in link.reads), ps)
+            xs, plain = (tuple(getattr(fed[s], kind) for s in link.reads) for kind in ("carried", "plain"))
+            y = own = op.bound(xs, ps)
+            if self._compiled and op.stored(xs, ps)[0]:
+                own = op.bound(plain, ps)
             key = ("acts", link.writes)
             fed[link.writes] = self._feed(key, y, own.err)
             give(key, y)
@@ -132,10 +132,10 @@ class Walk:
                 dy = self._collect(give, parts, link.writes)
             fed.pop(link.writes)  # all that read it are done
             op, ps = self._op(link), self._params(link)
-            v = op.vjp(tuple(fed[s].carried for s in link.reads), ps, dy.carried)
-            own: Vjp = v
-            if self._compiled and op.stored(ps)[1]:
-                own = op.vjp(tuple(fed[s].plain for s in link.reads), ps, dy.plain)
+            xs, plain = (tuple(getattr(fed[s], kind) for s in link.reads) for kind in ("carried", "plain"))
+            v = own = op.vjp(xs, ps, dy.carried)
+            if self._compiled and op.stored(xs, ps)[1]:
+                own = op.vjp(plain, ps, dy.plain)
             for site, dx, own_dx in zip(link.reads, v.inputs, own.inputs, strict=True):
                 parts[site].append((dx, own_dx.err))
             for node, grad in zip(link.feeds, v.params, strict=True):
@@ -217,14 +217,26 @@ def _spread(chain: Chain, tensors: Tensors, p: Precision) -> Expected:
     # latter is 0 behind a mask that is certain.
     alone.clear()
     doubt = {key: local.pop(key) + strayed[key] for key in plain}
+    # A mask that may turn is no small displacement, and there may be many: behind one, nothing is promised.
+    turning = {("cots", link.reads[0]) for link in chain.links if _may_turn(link, plain, doubt)}
+    turned = False
     out = Expected()
 
     def bar(key: Key, linked: Bounded) -> None:
-        centre = plain.pop(key)
-        _put(out, key, settle(centre.val, np.minimum(doubt.pop(key), linked.err), p, centre.cancelled))
+        nonlocal turned
+        turned = turned or key in turning
+        centre, allowed = plain.pop(key), doubt.pop(key)
+        err = np.full_like(allowed, np.inf) if turned else np.minimum(allowed, linked.err)
+        _put(out, key, settle(centre.val, err, p, centre.cancelled))
 
     Walk(chain, tensors, p, doubt=doubt).each(bar)
     return out
+
+
+def _may_turn(link: Link, plain: Mapping[Key, Bounded], doubt: Mapping[Key, Array]) -> bool:
+    """Whether the doubt in what a link reads leaves it open on which side of a kink it is."""
+    key = ("acts", link.reads[0])
+    return any(bool(((np.abs(plain[key].val - k) <= doubt[key]) & (doubt[key] > 0)).any()) for k in link.op.kinks)
 
 
 def _parts(e: Expected) -> dict[Key, Bounded]:

@@ -101,6 +101,8 @@ def tied(net: str, nodes: int, name: str, result: Tied) -> None:
         f"{net} in {name}: [{colour}]{result.tied} of {nodes} nodes tied[/], {result.links_checked} links, worst "
         f"error/bar {result.max_err_over_bar:.3f}, {100 * result.vacuous_share:.2f}% vacuous, {result.wall_s:.0f} s"
     )
+    for model, count in result.lossy.items():
+        _out.print(f"    {count} arrays are {model}: within the bars of that cheaper algorithm, outside the tight ones")
     if result.known:
         _out.print(f"    {len(result.known)} links with a known fault, such as {escape(result.known[0])}")
     for complaint in result.wrong[:_MOST_COMPLAINTS]:

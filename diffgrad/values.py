@@ -24,7 +24,7 @@ class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """How a case's tensors are drawn.
 
     ``family`` names a row of FAMILIES, ``seed`` picks the draw, and ``exponent`` is the family's magnitude as a power
-    of two, for the families that have one (offset, tiny, huge).
+    of two, for the families that have one (offset, tiny, huge, wide, repeated).
     """
 
     family: str = "normal"
@@ -145,15 +145,22 @@ def _one_hot(t: Tensor, bits: Bits, exponent: int) -> Floats:
     return np.where(np.arange(v.size) == hot, 1.0 + np.abs(v.ravel()), 0.0).reshape(t.shape)
 
 
-_SMOOTHING = 0.1
+def _repeated(t: Tensor, bits: Bits, exponent: int) -> Floats:
+    """Inputs that are the same along axis 1 but for a share of 2**-exponent: equal channels, equal tokens."""
+    v = _normal(t, bits, exponent)
+    return v[:, :1] + v * 2.0**-exponent if t.role == "input" else v
 
 
-def _smoothed(t: Tensor, bits: Bits) -> Floats:
-    """Label-smoothed targets: (1 - alpha)*onehot + alpha/K, one random label per row."""
+def _targets(spec: Spec, t: Tensor, bits: Bits) -> Floats:
+    """Rows that sum to 1: (1 - alpha)*onehot + alpha/K with a random label each, or soft ones of any shares."""
+    alpha, soft = spec.targets()
     batch, classes = t.shape
+    if soft:
+        shares = bits.integers(0, 15, t.shape) + np.eye(1, classes)
+        return np.asarray(shares / shares.sum(1, keepdims=True))
     labels = bits.integers(0, classes - 1, (batch,))
     hot = labels[:, None] == np.arange(classes)
-    return np.where(hot, 1.0 - _SMOOTHING, 0.0) + _SMOOTHING / classes
+    return np.where(hot, 1.0 - alpha, 0.0) + alpha / classes
 
 
 FAMILIES: dict[str, tuple[Draw, tuple[int, int]]] = {
@@ -167,6 +174,7 @@ FAMILIES: dict[str, tuple[Draw, tuple[int, int]]] = {
     "zeros": (_zeros, (0, 0)),
     "constant": (_constant, (0, 0)),
     "one_hot": (_one_hot, (0, 0)),
+    "repeated": (_repeated, (0, 60)),
 }
 
 
@@ -184,9 +192,9 @@ def check_values(values: Values) -> None:
 def draw_tensor(spec: Spec, tensor: Tensor, values: Values) -> Floats:
     """One tensor of a case in float64, before rounding to the case's dtype."""
     if tensor.role == "drop":
-        return np.array(getattr(spec, tensor.name).scales())
+        return np.array(spec.scales(tensor.name))
     if tensor.role == "target":
-        return _smoothed(tensor, Bits(values.seed, tensor.name))
+        return _targets(spec, tensor, Bits(values.seed, tensor.name))
     draw, _ = FAMILIES[values.family]
     return draw(tensor, Bits(values.seed, tensor.name), values.exponent)
 

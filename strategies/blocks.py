@@ -8,23 +8,32 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from diffgrad.specs import (
+    AttentionSpec,
     ConvNeXtDownSpec,
     ConvNeXtHeadSpec,
     ConvNeXtNetSpec,
     ConvNeXtSpec,
     ConvNeXtStemSpec,
     Drop,
+    EncoderSpec,
     FusedSpec,
     HeadSpec,
+    LossSpec,
     MobileNetV4Spec,
+    PatchEmbedSpec,
+    Sites,
     Spec,
     StemSpec,
+    TowerSpec,
     UibSpec,
     UibStridedSpec,
+    VitHeadSpec,
+    VitSpec,
 )
 from diffgrad.specs.convnext import Norm
 from diffgrad.specs.mobilenetv4 import PreAct
 from diffgrad.specs.mobilenetv4_net import Row
+from diffgrad.specs.vit import Core, TokenNorm
 
 # The first entries are what shrinking ends at. Vectorised kernels change path around multiples of 8 and 16.
 CHANNELS = st.one_of(st.integers(1, 6), st.sampled_from((8, 15, 16, 17, 32)))
@@ -43,8 +52,12 @@ WIDEST = 4096
 @st.composite
 def drops(draw: st.DrawFn, n: int) -> Drop | None:
     """No site, or a mask with one flag per example."""
-    if not draw(st.booleans()):
-        return None
+    return draw(masks(n)) if draw(st.booleans()) else None
+
+
+@st.composite
+def masks(draw: st.DrawFn, n: int) -> Drop:
+    """A drop site."""
     return Drop(draw(KEEPS), tuple(draw(st.lists(st.booleans(), min_size=n, max_size=n))))
 
 
@@ -252,6 +265,137 @@ def convnext_net(draw: st.DrawFn) -> ConvNeXtNetSpec:
     )
 
 
+TOKENS = st.one_of(st.integers(1, 6), st.sampled_from((8, 15, 16, 17, 33)))
+HEAD_DIMS = st.one_of(st.integers(1, 5), st.sampled_from((8, 16)))
+TOKEN_NORMS: st.SearchStrategy[TokenNorm] = st.sampled_from(("vector", "scalar"))
+CORES: st.SearchStrategy[Core] = st.sampled_from(("composed", "fused", "fused_math"))
+SELDOM = st.sampled_from((False, False, True))
+
+
+def _examples(draw: st.DrawFn, t: int) -> int:
+    """A batch; often as many examples as tokens, where reading one for the other changes no shape."""
+    return t if t <= 6 and draw(SELDOM) else draw(BATCHES)
+
+
+@st.composite
+def attention(draw: st.DrawFn) -> AttentionSpec:
+    """Multi-head self-attention, one token and heads of width 1 included."""
+    t = draw(TOKENS)
+    return AttentionSpec(
+        n=_examples(draw, t),
+        t=t,
+        heads=draw(st.integers(1, 4)),
+        head_dim=draw(HEAD_DIMS),
+        core=draw(CORES),
+        bf16=draw(SELDOM),
+    )
+
+
+@st.composite
+def encoder(draw: st.DrawFn) -> EncoderSpec:
+    """Encoder block in all its variants; the two drop sites are drawn on their own."""
+    t = draw(TOKENS)
+    n = _examples(draw, t)
+    heads, head_dim = draw(st.integers(1, 3)), draw(HEAD_DIMS)
+    return EncoderSpec(
+        n=n,
+        t=t,
+        heads=heads,
+        head_dim=head_dim,
+        mlp=max(1, int(heads * head_dim * draw(st.sampled_from((4, 1, 2, 0.5))))),
+        norm=draw(TOKEN_NORMS),
+        core=draw(CORES),
+        bf16=draw(SELDOM),
+        drop_a=draw(drops(n)),
+        drop_m=draw(drops(n)),
+    )
+
+
+@st.composite
+def sites(draw: st.DrawFn, n: int, depth: int) -> tuple[Sites, ...]:
+    """No sites, or two for every block."""
+    return tuple(Sites(draw(masks(n)), draw(masks(n))) for _ in range(depth)) if draw(st.booleans()) else ()
+
+
+@st.composite
+def tower(draw: st.DrawFn) -> TowerSpec:
+    """One to three encoder blocks."""
+    t, depth = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    n = _examples(draw, t)
+    return TowerSpec(
+        n=n,
+        t=t,
+        heads=draw(st.integers(1, 3)),
+        head_dim=draw(st.integers(1, 5)),
+        mlp=draw(st.integers(1, 12)),
+        depth=depth,
+        norm=draw(TOKEN_NORMS),
+        core=draw(CORES),
+        bf16=draw(SELDOM),
+        drops=draw(sites(n, depth)),
+    )
+
+
+@st.composite
+def patch_embed(draw: st.DrawFn) -> PatchEmbedSpec:
+    """Patch embedding on any grid; sizes need not be multiples of the patch."""
+    p = draw(st.sampled_from((2, 1, 3, 4)))
+    bf16 = draw(SELDOM)
+    return PatchEmbedSpec(
+        n=draw(BATCHES),
+        h=draw(st.integers(p, 4 * p + 1)),
+        w=draw(st.integers(p, 4 * p + 1)),
+        ic=draw(st.integers(1, 3)),
+        d=draw(st.integers(1, 8)),
+        p=p,
+        bf16=bf16,
+        bf16_conv=draw(st.booleans()),
+    )
+
+
+@st.composite
+def vit_head(draw: st.DrawFn) -> VitHeadSpec:
+    """Head."""
+    t = draw(TOKENS)
+    return VitHeadSpec(
+        n=_examples(draw, t), t=t, d=draw(CHANNELS), classes=draw(st.integers(1, 12)), norm=draw(TOKEN_NORMS)
+    )
+
+
+ALPHAS = st.sampled_from((0.1, 0.0, 1.0, 0.5))
+
+
+@st.composite
+def loss(draw: st.DrawFn) -> LossSpec:
+    """Cross entropy with any smoothing, or with soft targets."""
+    return LossSpec(n=draw(BATCHES), classes=draw(st.integers(1, 40)), alpha=draw(ALPHAS), soft=draw(st.booleans()))
+
+
+@st.composite
+def vit(draw: st.DrawFn) -> VitSpec:
+    """Short nets of one to three blocks."""
+    p, depth = draw(st.sampled_from((2, 1, 4))), draw(st.integers(1, 3))
+    n = draw(st.integers(1, 3))
+    return VitSpec(
+        n=n,
+        h=draw(st.integers(p, 3 * p)),
+        w=draw(st.integers(p, 3 * p)),
+        image=draw(st.integers(1, 3)),
+        p=p,
+        heads=draw(st.integers(1, 3)),
+        head_dim=draw(st.integers(1, 5)),
+        mlp=draw(st.integers(1, 12)),
+        depth=depth,
+        classes=draw(st.integers(2, 10)),
+        norm=draw(TOKEN_NORMS),
+        core=draw(CORES),
+        bf16=draw(SELDOM),
+        bf16_conv=draw(st.booleans()),
+        drops=draw(sites(n, depth)),
+        alpha=draw(ALPHAS),
+    )
+
+
 SPECS: dict[str, Callable[[], st.SearchStrategy[Spec]]] = {
     "uib": uib,
     "uib_s2": uib_s2,
@@ -264,5 +408,12 @@ SPECS: dict[str, Callable[[], st.SearchStrategy[Spec]]] = {
     "convnext_down": convnext_down,
     "convnext_head": convnext_head,
     "convnext_net": convnext_net,
+    "attention": attention,
+    "encoder": encoder,
+    "tower": tower,
+    "patch_embed": patch_embed,
+    "vit_head": vit_head,
+    "vit": vit,
+    "loss": loss,
 }
 """Block name -> strategy for its spec."""

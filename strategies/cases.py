@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar, get_args
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from diffgrad.case import Case, Dtype
 from diffgrad.specs import BLOCKS, Spec
@@ -20,7 +21,7 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 RATES = st.sampled_from((0.0, 0.0, 0.0, 0.1, 2.0**-7))
 """Learning rates of the SGD step; most cases have none."""
 
-_USUAL = {"offset": (0, 10), "tiny": (0, 40), "huge": (0, 30), "wide": (0, 6)}
+_USUAL = {"offset": (0, 10), "tiny": (0, 40), "huge": (0, 30), "wide": (0, 6), "repeated": (0, 30)}
 """Exponents drawn most of the time; the family's full range now and then."""
 
 
@@ -57,6 +58,8 @@ def batches(
     """A block spec, a dtype, and up to ``most`` value draws."""
     block = draw(SPECS[draw(st.sampled_from(tuple(blocks)))]())
     dtype = draw(st.sampled_from(tuple(dtypes)))
+    if getattr(block, "bf16", False) and dtype != "float32":
+        block = replace(block, bf16=False)  # the flag rounds float32 operands
     draws = tuple(draw(st.lists(values(), min_size=1, max_size=most)))
     return Batch(block, dtype, draws, draw(RATES))  # type: ignore[arg-type]
 

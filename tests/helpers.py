@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -59,15 +60,24 @@ def specs(kind: str, count: int = 40) -> tuple[Spec, ...]:
     return tuple(sample(SPECS[kind](), count, key=0))
 
 
+def extent(spec: Spec) -> tuple[int, ...]:
+    """Height and width of a block's map, or its number of tokens, or of classes."""
+    shape = spec.input().shape
+    return shape[2:] if len(shape) == 4 else shape[1:2]
+
+
 @cache
 def ordinary(kind: str, dtype: Dtype = "float32") -> Case:
-    """One case of a block with most of its optional parts, sizes above 1, normal values and no gradient of only 0."""
+    """One case of a block with most of its optional parts, sizes above 1, normal values and no gradient of only 0.
+
+    Its products take operands as they are, so that it is the same block in both precisions.
+    """
 
     def fullness(spec: Spec) -> tuple[bool, bool, int, int]:
         elements = sum(int(np.prod(t.shape)) for t in spec.tensors())
-        return elements < _MANY, spec.n > 1 < spec.h * spec.w, len(spec.tensors()), -elements
+        return elements < _MANY, spec.n > 1 < math.prod(extent(spec)), len(spec.tensors()), -elements
 
-    ranked = sorted(specs(kind), key=fullness, reverse=True)
+    ranked = sorted((s for s in specs(kind) if not getattr(s, "bf16", False)), key=fullness, reverse=True)
     drawn = [Case(block=s, dtype=dtype, values=Values(seed=1)) for s in ranked]  # type: ignore[arg-type]
     return next(case for case in drawn if all(g.any() for g in run_numpy(case).grads.values()))
 

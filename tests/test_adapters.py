@@ -88,8 +88,16 @@ def test_the_layout_of_channels_last_frameworks_is_undone_exactly(kind: str) -> 
     for name, v in from_nhwc(spec, there).items():
         assert np.array_equal(v, tensors[name])
     x = spec.input().name
-    assert there[x].shape == tuple(np.moveaxis(tensors[x], 1, -1).shape)
+    assert there[x].shape == tuple((np.moveaxis(tensors[x], 1, -1) if tensors[x].ndim == 4 else tensors[x]).shape)
     assert all(v.flags.c_contiguous for v in there.values())
+
+
+def test_attention_s_matrices_are_no_maps_to_lay_out() -> None:
+    square = np.arange(24.0).reshape(1, 2, 3, 4)
+    back = from_nhwc(ordinary("tower").block, {"b1attnS": square, "attnP": square, "b1pe": square})
+    assert np.array_equal(back["b1attnS"], square)
+    assert np.array_equal(back["attnP"], square)
+    assert back["b1pe"].shape == (1, 4, 2, 3)
 
 
 def test_the_tape_adds_up_what_a_value_feeds() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from diffgrad.bars import (
     PRECISIONS,
+    U_BF16,
     Bounded,
     Precision,
     add,
@@ -26,6 +28,7 @@ from diffgrad.bars import (
     recorded,
     scale,
     settle,
+    to_bfloat16,
     total,
 )
 from diffgrad.specs import EPS
@@ -319,3 +322,72 @@ def test_statistics_are_taken_once() -> None:
 def test_an_alternative_evaluation_only_widens() -> None:
     b = bounded(1.0).widen(np.array([0.25]))
     assert (b.val[0], b.err[0], b.mag[0], b.exact) == (1.0, 0.25, 1.25, False)
+
+
+def test_numbers_are_moved_with_their_bounds_and_what_was_summed() -> None:
+    b = total(Bounded(np.arange(6.0).reshape(2, 3), np.full((2, 3), 0.5), P32), (1,)).moved(lambda v: v[::-1].T)
+    assert (b.val.shape, b.err.shape, b.reach.shape) == ((1, 2), (1, 2), (1, 2))
+    assert b.val.tolist() == [[12.0, 3.0]]
+    assert b.reach.tolist() == [[13.5, 4.5]]
+
+
+# bfloat16
+
+
+@pytest.mark.parametrize(
+    ("value", "nearest"),
+    [
+        (1.0, 1.0),
+        (1 + 2**-8, 1.0),
+        (1 + 3 * 2**-8, 1 + 2**-6),
+        (1 + 2**-8 + 2**-20, 1 + 2**-7),
+        (1 + 3 * 2**-8 - 2**-20, 1 + 2**-7),
+        (-1 - 2**-8, -1.0),
+        (-1 - 3 * 2**-8, -1 - 2**-6),
+        (2.0**-126, 2.0**-126),
+        (0.0, 0.0),
+    ],
+)
+def test_bfloat16_is_the_nearest_number_and_the_even_one_of_two(value: float, nearest: float) -> None:
+    b = to_bfloat16(bounded(value))
+    assert (b.val[0], b.err[0]) == (nearest, 0.0)
+
+
+def test_what_rounds_beyond_the_largest_bfloat16_has_no_bound() -> None:
+    with quiet():
+        assert np.isinf(to_bfloat16(bounded(P32.largest, -P32.largest)).err).all()
+        assert to_bfloat16(bounded(2.0**127)).err[0] == 0
+
+
+def bfloat16(v: Run) -> Run:
+    with quiet():
+        return np.asarray(v.astype(ml_dtypes.bfloat16).astype(v.dtype))
+
+
+@given(tensors())
+def test_a_rounding_to_bfloat16_errs_by_its_unit_roundoff(x: Run) -> None:
+    normal = np.abs(x) >= P32.tiny
+    with quiet():
+        b = to_bfloat16(recorded(x.astype(np.float64), P32))
+    assert within(bfloat16(x), b)
+    assert (np.abs(b.val - x)[normal & np.isfinite(b.err)] <= (U_BF16 * np.abs(x))[normal & np.isfinite(b.err)]).all()
+
+
+@given(tensors(most=6), st.integers(0, 2**32), st.integers(-20, 2))
+def test_what_an_uncertain_operand_rounds_to_is_within_its_bound(x: Run, seed: int, doubt: int) -> None:
+    """Its run is anywhere in the operand's interval, the ends included."""
+    bits = Bits(seed, "doubt")
+    val = x.astype(np.float64)
+    err = np.abs(val) * 2.0**doubt * np.abs(bits.normal(x.shape))
+    with quiet():
+        b = to_bfloat16(Bounded(val, err, P32))
+        for share in (-1.0, 0.0, 1.0, bits.normal(x.shape) / 4):
+            run = (val + share * err).astype(np.float32)
+            inside = np.abs(run.astype(np.float64) - val) <= err
+            assert within(np.where(inside, bfloat16(run), b.val), b)
+
+
+def test_an_operand_in_doubt_about_a_tie_may_round_either_way() -> None:
+    tie = 1 + 2**-8
+    b = to_bfloat16(Bounded(np.array([tie, 1.0]), np.full(2, 2.0**-20), P32))
+    assert (b.val.tolist(), b.err.tolist()) == ([1.0, 1.0], [2**-7, 0.0])

@@ -59,6 +59,76 @@ BAD: tuple[tuple[str, Any, str], ...] = (
     ("overrides", {"x": {"0": "a"}}, "Expected `float`, got `str`"),
 )
 
+VIT_BLOCKS: dict[str, dict[str, Any]] = {
+    "attention": {"n": 2, "t": 3},
+    "encoder": {"n": 2, "t": 3, "mlp": 2, "drop_a": {"keep": 0.5, "kept": [True, False]}},
+    "tower": {"n": 2, "t": 3, "mlp": 2, "depth": 2},
+    "patch_embed": {"n": 2, "h": 4, "w": 4, "d": 3, "p": 2},
+    "vit_head": {"n": 2, "t": 3, "d": 4},
+    "loss": {"n": 2, "classes": 3},
+    "vit": {"n": 2, "h": 16, "w": 16, "depth": 2},
+}
+
+SITES = {site: {"keep": 0.5, "kept": [True, False]} for site in ("a", "m")}
+
+BAD_VIT: tuple[tuple[str, str, Any, str], ...] = (
+    # block, field to replace, value, what the sentence says
+    ("attention", "n", 0, "attention.n = 0: must be at least 1"),
+    ("attention", "t", 0, "attention.t = 0: must be at least 1"),
+    ("attention", "heads", 0, "attention.heads = 0: must be at least 1"),
+    ("attention", "head_dim", -1, "attention.head_dim = -1: must be at least 1"),
+    ("attention", "core", "flash", "block.core = 'flash': Invalid enum value 'flash'"),
+    ("attention", "h", 4, "block: Object contains unknown field `h`"),
+    ("encoder", "mlp", 0, "encoder.mlp = 0: must be at least 1"),
+    ("encoder", "norm", "channel", "block.norm = 'channel': Invalid enum value 'channel'"),
+    ("encoder", "drop_a", {"keep": 0.0, "kept": [True, True]}, "encoder.drop_a.keep = 0.0: must be above 0"),
+    ("encoder", "drop_a", {"keep": 0.5, "kept": [True]}, "encoder.drop_a.kept has 1 flags: must have one per example"),
+    ("encoder", "drop_m", {"keep": 0.5, "kept": []}, "encoder.drop_m.kept has 0 flags: must have one per example"),
+    ("tower", "depth", 0, "tower.depth = 0: must be at least 1"),
+    ("tower", "mlp", 0, "encoder.mlp = 0: must be at least 1"),
+    ("tower", "drops", [SITES], "tower.drops has sites for 1 blocks: must be empty or have 2"),
+    ("tower", "drops", [SITES, {"a": SITES["a"]}], "block.drops[1]: Object missing required field `m`"),
+    ("tower", "n", 3, "encoder.drop_a.kept has 2 flags: must have one per example, and n = 3"),
+    ("patch_embed", "p", 0, "patch_embed.p = 0: must be at least 1"),
+    ("patch_embed", "d", 0, "patch_embed.d = 0: must be at least 1"),
+    ("patch_embed", "ic", 0, "patch_embed.ic = 0: must be at least 1"),
+    ("patch_embed", "w", 1, "patch_embed.w = 1: must be at least 2"),
+    ("vit_head", "t", 0, "vit_head.t = 0: must be at least 1"),
+    ("vit_head", "classes", 0, "vit_head.classes = 0: must be at least 1"),
+    ("loss", "classes", 0, "loss.classes = 0: must be at least 1"),
+    ("loss", "alpha", -0.25, "loss.alpha = -0.25: must be from 0 (one-hot targets) to 1 (all classes alike)"),
+    ("loss", "alpha", 1.5, "loss.alpha = 1.5: must be from 0 (one-hot targets) to 1 (all classes alike)"),
+    ("vit", "alpha", 2, "vit.alpha = 2.0: must be from 0 (one-hot targets) to 1 (all classes alike)"),
+    ("vit", "h", 15, "vit.h = 15: must be at least 16"),
+    ("vit", "p", 0, "vit.p = 0: must be at least 1"),
+    ("vit", "image", 0, "vit.image = 0: must be at least 1"),
+    ("vit", "classes", 1, "vit.classes = 1: must be at least 2"),
+    ("vit", "drops", [SITES], "vit.drops has sites for 1 blocks: must be empty or have 2"),
+    ("vit", "drops", [SITES, SITES | {"m": {"keep": 1.5, "kept": [True, True]}}], "encoder.drop_m.keep = 1.5: must be"),
+)
+
+
+def vit_case(kind: str, dtype: str = "float32", **fields: Any) -> Any:
+    """A case of a ViT block as an object, with some of its fields replaced."""
+    drops = {"drops": [SITES, SITES]} if kind == "tower" else {}
+    return {"block": {"kind": kind, **VIT_BLOCKS[kind], **drops, **fields}, "dtype": dtype}
+
+
+@pytest.mark.parametrize(("kind", "field", "value", "sentence"), BAD_VIT, ids=lambda v: str(v)[:40])
+def test_what_makes_no_sense_in_a_vit_is_named(kind: str, field: str, value: Any, sentence: str) -> None:
+    assert case_from_object(vit_case(kind)).block.kind == kind
+    with pytest.raises(CaseError) as e:
+        case_from_object(vit_case(kind, **{field: value}))
+    assert str(e.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("kind", ["attention", "encoder", "tower", "patch_embed", "vit"])
+def test_the_bf16_flag_is_of_float32_runs(kind: str) -> None:
+    assert case_from_object(vit_case(kind, bf16=True)).dtype == "float32"
+    assert case_from_object(vit_case(kind, "float64")).dtype == "float64"
+    with pytest.raises(CaseError, match=f"^{kind}.bf16 with dtype float64: the flag rounds float32 operands$"):
+        case_from_object(vit_case(kind, "float64", bf16=True))
+
 
 def with_field(path: str, value: Any) -> dict[str, Any]:
     """BASE with one field replaced."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from diffgrad.adapters.numpy import Floats, NumpyAdapter, Var
 from diffgrad.bars import PRECISIONS, Bounded
 from diffgrad.case import Case, Dtype
 from diffgrad.chains import Chain, Link, chain_of
 from diffgrad.check import Quantity, Report, check_links, check_run
-from diffgrad.ops import BatchNorm, Copy
+from diffgrad.ops import BatchNorm, Copy, Dense, Products
 from diffgrad.oracle import Expected, Walk
-from diffgrad.specs import EPS
+from diffgrad.specs import EPS, AttentionSpec, EncoderSpec, PatchEmbedSpec, Spec, TowerSpec, VitSpec
 from diffgrad.trace import Trace
-from diffgrad.values import Bits
+from diffgrad.values import Bits, Values
 from tests.helpers import KINDS, UIB, altered, ordinary, poked, run_numpy
 
 P32 = PRECISIONS["float32"]
@@ -191,7 +193,7 @@ def test_whatever_shape_is_delivered_the_answer_is_a_verdict(kind: str) -> None:
     everything = [(what, name) for what in FIELDS for name in arrays(trace, what)]
     for what, name in everything[:: 1 + len(everything) // 12]:
         whole = arrays(trace, what)[name]
-        for array in (None, whole[..., :0], whole[None], np.zeros(3, np.float32), whole.astype(np.int8)):
+        for array in (None, np.atleast_1d(whole)[..., :0], whole[None], np.zeros(3, np.float32), whole.astype(np.int8)):
             fault = check(altered(trace, what, name, array), case).first_fault
             assert fault is not None
             assert (fault.verdict, fault.what) == ("wrong", what)
@@ -321,6 +323,174 @@ def test_a_missing_gradient_is_never_lossy() -> None:
     tensors = bn_tensors(64.0)
     report = check_links(BN, tensors, altered(batchnorm(tensors, "one_pass"), "gradient", "g", None), P32)
     assert (report.verdict, judged(report)["g"]) == ("wrong", "wrong")
+
+
+# Rounded operands, and what a framework's mixed precision rounds besides.
+
+DENSE = alone(Link(Dense(Products(bf16=True)), ("x",), "out", "dyOut", ("W", "b")))
+
+
+def bf16(v: NDArray[Any]) -> NDArray[Any]:
+    return NumpyAdapter().operand(v, True)
+
+
+def mixed(t: dict[str, NDArray[Any]], how: str) -> Trace:
+    """A dense layer in float32 with operands rounded to bfloat16, as several frameworks would."""
+    x, w, dy = t["x"], t["W"], t["dy"]
+    if how != "operands as they are":
+        x, w = bf16(x), bf16(w)
+        dy = dy if "float32 cotangent" in how else bf16(dy)
+    products = {"out": x @ w, "x": dy @ w.T, "W": x.T @ dy}
+    if "rounded results" in how:
+        products = {name: bf16(v) for name, v in products.items()}
+    if "larger" in how:
+        products["x"] = products["x"] * np.float32(1.05)
+    if "a term short" in how:
+        products["W"] = products["W"] - np.multiply.outer(x[-1], dy[-1])
+    if "a key short" in how:
+        products["out"] = products["out"] - np.multiply.outer(x[:, -1], w[-1])
+    bias = bf16(t["b"]) if "rounded bias" in how else t["b"]
+    return Trace({"out": products["out"] + bias}, {"x": products["x"]}, {"W": products["W"], "b": t["dy"].sum(0)})
+
+
+@pytest.mark.parametrize(
+    ("how", "verdict"),
+    [
+        ("plain", "ok"),
+        ("rounded results", "lossy:bf16_result"),
+        ("float32 cotangent", "lossy:f32_cotangent"),
+        ("rounded results, float32 cotangent", "lossy:bf16_result+f32_cotangent"),
+        ("operands as they are", "wrong"),
+        ("rounded bias", "wrong"),
+        ("larger", "wrong"),
+        ("a term short", "wrong"),
+        ("a key short", "wrong"),
+        ("rounded results, larger", "wrong"),
+        ("rounded results, a term short", "wrong"),
+        ("rounded results, a key short", "wrong"),
+        ("float32 cotangent, larger", "wrong"),
+        ("rounded results, float32 cotangent, a term short", "wrong"),
+    ],
+)
+def test_rounded_products_are_named_and_hide_nothing(how: str, verdict: str) -> None:
+    bits = Bits(3, "mixed")
+    tensors = {"x": bits.normal((6, 12)), "W": bits.normal((12, 8)), "b": bits.normal((8,)), "dy": bits.normal((6, 8))}
+    tensors = {name: v.astype(np.float32) for name, v in tensors.items()}
+    assert check_links(DENSE, tensors, mixed(tensors, how), P32).verdict == verdict
+
+
+class RoundsResults(NumpyAdapter):
+    """Rounds what the products of a dense layer give, and passes on ``factor`` of its input's cotangent."""
+
+    factor = 1.0
+
+    def dense(self, x: Var, w: Var, b: Var, bf16: bool = False) -> Var:
+        y = super().dense(x, w, Var(np.zeros_like(b.value)), bf16)
+
+        def pull(dy: Floats) -> tuple[Floats, ...]:
+            dx, dw, db = y.pull(dy)
+            return self.operand(dx * dx.dtype.type(self.factor), bf16), self.operand(dw, bf16), db
+
+        return Var(self.operand(y.value, bf16) + b.value, (x, w, b), pull)
+
+
+class RoundsTooLarge(RoundsResults):
+    factor = 1.05
+
+
+def run(adapter: NumpyAdapter, case: Case) -> Report:
+    return check(adapter.trace(case, case.tensors())[0], case)
+
+
+def encoder(dtype: Dtype = "float32", **fields: Any) -> Case:
+    return Case(block=EncoderSpec(n=2, t=5, heads=2, head_dim=4, mlp=8, **fields), dtype=dtype, values=Values(seed=1))
+
+
+@pytest.mark.parametrize("core", ["composed", "fused"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec(n=2, t=5, heads=2, head_dim=3),
+        EncoderSpec(n=2, t=5, heads=2, head_dim=3, mlp=8),
+        TowerSpec(n=2, t=5, heads=2, head_dim=3, mlp=8, depth=2),
+        VitSpec(n=2, h=4, w=4, p=2, heads=2, head_dim=3, mlp=8, depth=2, classes=4),
+        PatchEmbedSpec(n=2, h=4, w=4, p=2, d=3),
+    ],
+    ids=lambda s: s.kind,
+)
+def test_a_healthy_run_with_rounded_operands_is_ok(spec: Spec, core: str) -> None:
+    flags = {"bf16": True, "bf16_conv": True, "core": core}
+    block = msgspec.structs.replace(spec, **{k: v for k, v in flags.items() if k in spec.__struct_fields__})
+    case = Case(block=block, values=Values(seed=1))  # type: ignore[arg-type]
+    assert check(run_numpy(case), case).verdict == "ok"
+    plain = Case(block=spec, values=Values(seed=1))  # type: ignore[arg-type]
+    assert check(run_numpy(plain), case).verdict == "wrong"
+
+
+def test_one_model_may_explain_all_links_of_a_fan_in() -> None:
+    """Three projections read n1: what each hands back is rounded, and their sum is no bfloat16 number."""
+    report = run(RoundsResults(), encoder(bf16=True))
+    assert report.first_fault is None
+    assert report.verdict == "lossy:bf16_result"
+    fan_in = next(q for q in report.quantities if q.name == "dN1")
+    assert (fan_in.link, fan_in.verdict) == ("dense@q+dense@k+dense@v", "lossy:bf16_result")
+
+
+def test_a_fault_of_a_fan_in_is_not_explained() -> None:
+    wrong = {q.name for q in run(RoundsTooLarge(), encoder(bf16=True)).quantities if q.faulty}
+    assert wrong >= {"dN1", "dN2", "dG", "dConcat"}
+
+
+def test_without_the_flag_no_rounding_is_explained() -> None:
+    class Rounds(RoundsResults):
+        def operand(self, v: Floats, bf16: bool) -> Floats:
+            return super().operand(v, True)
+
+    assert run(Rounds(), encoder()).verdict == "wrong"
+
+
+class Float32Softmax(NumpyAdapter):
+    """Takes its softmax in float32, forward and backward, in a float64 run as well."""
+
+    factor = 1.0
+
+    def softmax(self, z: Var, axis: int = -1) -> Var:
+        low, real = super().softmax(Var(z.value.astype(np.float32)), axis), z.value.dtype
+
+        def pull(dp: Floats) -> tuple[Floats, ...]:
+            (dz,) = low.pull(dp.astype(np.float32))
+            return (dz.astype(real) * self.factor,)
+
+        return Var(low.value.astype(real), (z,), pull)
+
+
+class Float32SoftmaxTooLarge(Float32Softmax):
+    factor = 1.05
+
+
+class Float32SoftmaxWithoutItsSum(Float32Softmax):
+    def softmax_back(self, p: Floats, dp: Floats, axis: int) -> Floats:
+        return np.asarray(p * dp)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "core", "dtype", "verdict"),
+    [
+        (NumpyAdapter, "fused", "float64", "ok"),
+        (Float32Softmax, "fused", "float64", "lossy:f32_softmax"),
+        (Float32Softmax, "fused", "float32", "ok"),
+        (Float32Softmax, "composed", "float64", "wrong"),
+        (Float32SoftmaxTooLarge, "fused", "float64", "wrong"),
+        (Float32SoftmaxWithoutItsSum, "fused", "float64", "wrong"),
+    ],
+)
+def test_a_softmax_in_float32_is_named_and_hides_nothing(
+    adapter: type[NumpyAdapter], core: Any, dtype: Dtype, verdict: str
+) -> None:
+    report = run(adapter(), encoder(dtype, core=core))
+    assert report.verdict == verdict
+    if verdict == "lossy:f32_softmax":
+        assert {q.link for q in report.quantities if q.verdict == verdict} <= {"attention@o"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,25 @@ from numpy.typing import NDArray
 
 from diffgrad.bars import PRECISIONS, Bounded, Precision, quiet, recorded
 from diffgrad.certify import OPS
-from diffgrad.ops import BatchNorm, Conv2d, Depthwise, DropPath, Op, Relu, Vjp
+from diffgrad.ops import (
+    AddPosition,
+    Attention,
+    BatchNorm,
+    ClsSlice,
+    Conv2d,
+    Dense,
+    Depthwise,
+    DropPath,
+    Op,
+    PrependCls,
+    Products,
+    Relu,
+    Relu6,
+    Scores,
+    SoftmaxRows,
+    Vjp,
+    Weighted,
+)
 from diffgrad.ops.conv import Padding
 from diffgrad.specs import EPS
 from diffgrad.values import Bits
@@ -292,3 +310,210 @@ def test_a_constant_channel_has_no_normalised_value_but_its_shift() -> None:
     x = np.full((2, 1, 2, 2), 3.0)
     y = BatchNorm().forward((x,), (np.array([2.0]), np.array([5.0])))
     assert (y == 5.0).all()
+
+
+# dense over tokens, whole numbers
+
+
+def test_dense_sums_over_tokens_too() -> None:
+    bits = Bits(4, "dense")
+    x, w, b, dy = (bits.integers(-8, 8, shape) for shape in ((2, 3, 4), (4, 5), (5,), (2, 3, 5)))
+    dx, dw, db = np.zeros_like(x), np.zeros_like(w), np.zeros_like(b)
+    y = np.zeros_like(dy) + b
+    for n, t, i, o in np.ndindex(2, 3, 4, 5):
+        y[n, t, o] += x[n, t, i] * w[i, o]
+        dx[n, t, i] += dy[n, t, o] * w[i, o]
+        dw[i, o] += x[n, t, i] * dy[n, t, o]
+        db[o] += dy[n, t, o] if i == 0 else 0
+    assert (Dense().forward((x,), (w, b)) == y).all()
+    got = back(Dense(), (x,), (w, b), dy, P32)
+    for bound, value in zip((*got.inputs, *got.params), (dx, dw, db), strict=True):
+        assert (bound.val == value).all()
+        assert not bound.err.any()
+
+
+# attention
+
+
+def test_softmax_rows_by_hand() -> None:
+    z, dp = np.log([[1.0, 2.0, 5.0], [1.0, 1.0, 2.0]]), np.array([[8.0, 0.0, 0.0], [0.0, 4.0, 4.0]])
+    (dz,) = back(SoftmaxRows(), (z,), (), dp).inputs
+    assert inside(np.array([[1, 2, 5], [2, 2, 4]]) / 8, SoftmaxRows().bound(held((z,)), ()))
+    assert inside(np.array([[7 / 8, -1 / 4, -5 / 8], [-3 / 4, 1 / 4, 1 / 2]]), dz)
+
+
+def test_one_key_takes_all_and_hands_nothing_back() -> None:
+    (dz,) = back(SoftmaxRows(), (np.array([[3.0], [-900.0]]),), (), np.array([[5.0], [7.0]])).inputs
+    assert SoftmaxRows().forward((np.array([[3.0], [-900.0]]),), ()).tolist() == [[1.0], [1.0]]
+    assert not dz.val.any()
+
+
+def attention(q: Floats, k: Floats, v: Floats, do: Floats, heads: int) -> dict[str, Floats]:
+    """Every quantity of FORMULAS section 1, example by example and head by head."""
+    n, t, width = q.shape
+    d = width // heads
+    out = {name: np.zeros((n, heads, t, t)) for name in ("S", "P", "dP", "dS")}
+    out |= {name: np.zeros_like(q) for name in ("O", "dQ", "dK", "dV")}
+    for m, h in np.ndindex(n, heads):
+        slab = slice(h * d, (h + 1) * d)
+        query, key, value, upstream = (a[m, :, slab] for a in (q, k, v, do))
+        s = query @ key.T / np.sqrt(d)
+        p = np.exp(s) / np.exp(s).sum(1, keepdims=True)
+        dp = upstream @ value.T
+        ds = p * (dp - (p * dp).sum(1, keepdims=True))
+        square = {"S": s, "P": p, "dP": dp, "dS": ds}
+        wide = {"O": p @ value, "dV": p.T @ upstream, "dQ": ds @ key / np.sqrt(d), "dK": ds.T @ query / np.sqrt(d)}
+        for name, a in square.items():
+            out[name][m, h] = a
+        for name, a in wide.items():
+            out[name][m, :, slab] = a
+    return out
+
+
+@pytest.mark.parametrize(
+    ("n", "t", "heads", "d"), [(1, 1, 1, 1), (2, 3, 2, 4), (3, 3, 3, 1), (2, 4, 1, 3), (1, 5, 4, 2)]
+)
+def test_attention_is_its_formulas_head_by_head(n: int, t: int, heads: int, d: int) -> None:
+    bits = Bits(n + 10 * t, "attention")
+    q, k, v, do = (bits.normal((n, t, heads * d)) for _ in range(4))
+    by_hand = attention(q, k, v, do, heads)
+    s, p = by_hand["S"], by_hand["P"]
+    with quiet():
+        assert inside(s, Scores(heads).bound(held((q, k)), ()))
+        assert inside(p, SoftmaxRows().bound(held((s,)), ()))
+        assert inside(by_hand["O"], Weighted(heads).bound(held((p, v)), ()))
+        assert inside(by_hand["O"], Attention(heads).bound(held((q, k, v)), ()))
+    for op, xs, dy, names in (
+        (Weighted(heads), (p, v), do, ("dP", "dV")),
+        (SoftmaxRows(), (s,), by_hand["dP"], ("dS",)),
+        (Scores(heads), (q, k), by_hand["dS"], ("dQ", "dK")),
+        (Attention(heads), (q, k, v), do, ("dQ", "dK", "dV")),
+    ):
+        for name, bound in zip(names, back(op, xs, (), dy).inputs, strict=True):
+            assert inside(by_hand[name], bound), (op, name)
+
+
+def test_scores_divide_by_the_root_of_a_head_s_width() -> None:
+    """Two heads of width 4, whole numbers: the root is 2, and a head reads its own slab only."""
+    q, k = (Bits(6, name).integers(-8, 8, (1, 2, 8)) for name in "qk")
+    s = Scores(2).forward((q, k), ())
+    for h, i, j in np.ndindex(2, 2, 2):
+        assert s[0, h, i, j] == sum(q[0, i, c] * k[0, j, c] for c in range(4 * h, 4 * h + 4)) / 2
+    k[:, :, 4:] += 1
+    assert (Scores(2).forward((q, k), ())[:, 0] == s[:, 0]).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "params", "stored"),
+    [
+        (Scores(2), [(1, 3, 4), (1, 3, 4)], [], (True, True)),
+        (Scores(2), [(1, 3, 2), (1, 3, 2)], [], (False, True)),
+        (Scores(2), [(1, 1, 4), (1, 1, 4)], [], (True, False)),
+        (Weighted(2), [(1, 2, 3, 3), (1, 3, 4)], [], (True, True)),
+        (Weighted(2), [(1, 2, 3, 3), (1, 3, 2)], [], (True, False)),
+        (Weighted(2), [(1, 2, 1, 1), (1, 1, 4)], [], (False, False)),
+        (Dense(), [(1, 3, 2)], [(2, 1), (1,)], (True, False)),
+        (Dense(), [(1, 3, 1)], [(1, 2), (2,)], (False, True)),
+        (Conv2d(), [(1, 1, 3, 3)], [(2, 1, 1, 1)], (False, True)),
+        (SoftmaxRows(), [(1, 3)], [], (False, False)),
+    ],
+)
+def test_what_is_a_sum_of_several_products_is_stored(
+    op: Op, shapes: list[tuple[int, ...]], params: list[tuple[int, ...]], stored: tuple[bool, bool]
+) -> None:
+    xs, ps = (held(tuple(np.ones(shape) for shape in some)) for some in (shapes, params))
+    assert op.stored(xs, ps) == stored
+
+
+# tokens
+
+
+def test_patches_stand_in_rows_behind_the_cls_token() -> None:
+    x, cls = np.arange(24.0).reshape(2, 2, 2, 3), np.array([100.0, 200.0])
+    dy = Bits(1, "dy").integers(-8, 8, (2, 7, 2))
+    y = PrependCls().forward((x,), (cls,))
+    got = back(PrependCls(), (x,), (cls,), dy, P32)
+    assert (y[:, 0] == cls).all()
+    for n, d, i, j in np.ndindex(*x.shape):
+        assert y[n, 1 + 3 * i + j, d] == x[n, d, i, j]
+        assert got.inputs[0].val[n, d, i, j] == dy[n, 1 + 3 * i + j, d]
+    assert (got.params[0].val == dy[0, 0] + dy[1, 0]).all()
+    assert not any(b.err.any() for b in (*got.inputs, *got.params, PrependCls().bound(held((x,)), held((cls,)))))
+
+
+def test_a_position_is_fed_by_every_example() -> None:
+    x, dy = (Bits(1, name).integers(-8, 8, (3, 2, 2)) for name in ("x", "dy"))
+    pos = np.array([[1.0, 2.0], [3.0, 4.0]])
+    got = back(AddPosition(), (x,), (pos,), dy, P32)
+    assert (AddPosition().forward((x,), (pos,)) == x + np.stack([pos] * 3)).all()
+    assert (got.inputs[0].val == dy).all()
+    assert (got.params[0].val == dy[0] + dy[1] + dy[2]).all()
+    assert not got.params[0].err.any()
+
+
+def test_the_cls_slice_scatters_to_row_0_and_nothing_to_the_patches() -> None:
+    x, dy = Bits(1, "x").normal((2, 3, 4)), Bits(1, "dy").normal((2, 4)).astype(np.float32).astype(np.float64)
+    (dx,) = back(ClsSlice(), (x,), (), dy, P32).inputs
+    assert (ClsSlice().forward((x,), ()) == x[:, 0]).all()
+    assert (dx.val[:, 0] == dy).all()
+    assert not dx.val[:, 1:].any()
+    assert not dx.err.any()
+
+
+# bf16
+
+OFF = 1 + 2.0**-8
+"""Half way between two bfloat16 numbers; rounds to 1."""
+
+
+@pytest.mark.parametrize(
+    ("products", "rounded", "upstream"),
+    [
+        (Products(), OFF, OFF),
+        (Products(bf16=True), 1.0, 1.0),
+        (Products(bf16=True, f32_cotangent=True), 1.0, OFF),
+    ],
+    ids=str,
+)
+def test_products_take_rounded_operands_and_a_bias_is_no_operand(
+    products: Products, rounded: float, upstream: float
+) -> None:
+    one, row = np.full((1, 1), OFF), np.array([OFF])
+    square = one[None, None]
+    for op, x, w, dy in ((Dense(products), one, one, one), (Conv2d(1, "valid", products), square, square, square)):
+        y, got = op.bound(held((x,)), held((w, row))), back(op, (x,), (w, row), dy)
+        assert y.val.item() == rounded * rounded + OFF
+        assert got.inputs[0].val.item() == upstream * rounded
+        assert got.params[0].val.item() == rounded * upstream
+        assert got.params[1].val.item() == OFF
+    tokens = one[None]
+    for core, xs, dy in (
+        (Scores(1, products), (tokens, tokens), square),
+        (Weighted(1, products), (square, tokens), tokens),
+    ):
+        assert core.bound(held(xs), ()).val.item() == rounded * rounded
+        assert [b.val.item() for b in back(core, xs, (), dy).inputs] == [upstream * rounded] * 2
+
+
+def test_a_rounded_result_leaves_the_bias_and_its_gradient_alone() -> None:
+    loose = Products(bf16=True, bf16_result=True)
+    x, w, b = np.array([[4.0]]), np.array([[2.0]]), np.array([1024.0])
+    y, got = Dense(loose).bound(held((x,), P32), held((w, b), P32)), back(Dense(loose), (x,), (w, b), x, P32)
+    plain = Dense(Products(bf16=True)).bound(held((x,), P32), held((w, b), P32))
+    assert 8 * 2.0**-8 <= y.err.item() <= 8 * 2.0**-8 + 2 * plain.err.item()
+    assert (got.inputs[0].err.item(), got.params[0].err.item()) == (8 * 2.0**-8, 16 * 2.0**-8)
+    assert got.params[1].err.item() == 0
+
+
+def test_looser_products_are_of_the_flag_only() -> None:
+    assert Products().looser() == {}
+    assert all(p.bf16 for p in Products(bf16=True).looser().values())
+
+
+@pytest.mark.parametrize(("op", "kinks"), [(Relu(), (0.0,)), (Relu6(), (0.0, 6.0)), (Dense(), ())])
+def test_where_a_derivative_jumps(op: Op, kinks: tuple[float, ...]) -> None:
+    assert op.kinks == kinks
+    for kink in kinks:
+        sides = np.array([kink - 1, kink + 1])
+        below, above = back(op, (sides,), (), np.ones(2)).inputs[0].val
+        assert below != above

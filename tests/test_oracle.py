@@ -7,8 +7,8 @@ import pytest
 
 from diffgrad.bars import PRECISIONS
 from diffgrad.chains import Chain, Link, chain_of
-from diffgrad.ops import Add, BatchNorm, Conv2d, Copy, Relu
-from diffgrad.oracle import Expected, Walk, end_to_end
+from diffgrad.ops import Add, BatchNorm, Conv2d, Copy, Dense, GeluTanh, Op, Relu, Relu6
+from diffgrad.oracle import Expected, Key, Walk, end_to_end
 from diffgrad.trace import Trace
 from diffgrad.values import Bits
 from tests.helpers import KINDS, UIB, altered, ordinary, run_numpy
@@ -38,6 +38,18 @@ def test_every_site_and_node_gets_a_value_of_its_shape_and_a_bar(kind: str) -> N
         assert b.err.shape == b.val.shape
         assert {b.val.dtype.name, b.err.dtype.name} == {"float64"}
         assert chain.deep or np.isfinite(b.err).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_given_away_as_the_walk_goes_in_blame_order(kind: str) -> None:
+    case = ordinary(kind, "float64")
+    chain = chain_of(case.block)
+    walk = Walk(chain, case.tensors(), P64)
+    given: dict[Key, bytes] = {}
+    kept: dict[Key, bytes] = {}
+    walk.each(lambda key, b: given.update({key: b.val.tobytes()}))
+    walk.run().each(chain, lambda key, b: kept.update({key: b.val.tobytes()}))
+    assert list(given.items()) == list(kept.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +87,7 @@ def test_a_compiled_run_carries_bars_that_an_eager_one_does_not(kind: str) -> No
             assert (c.val == b.val).all()
             assert (c.err >= b.err).all()
             wider += bool((c.err > b.err).any())
-    assert wider
+    assert wider or len(chain_of(case.block).links) == 1  # one link has no producer to recompute
 
 
 def test_what_a_convolution_stores_is_read_back_and_not_recomputed() -> None:
@@ -133,3 +145,42 @@ def test_noise_moves_every_link_within_its_own_bar_and_no_further() -> None:
     assert (np.abs(moved.acts["out"].val - whole.acts["out"].val) <= whole.acts["out"].err).all()
     assert (moved.acts["qc"].val == whole.acts["qc"].val).all()  # it reads exact inputs
     assert (moved.acts["qn"].val != whole.acts["qn"].val).any()
+
+
+# What a net's end-to-end bars promise behind a mask.
+
+
+def masked(op: Op, kernel: tuple[float, float], shift: float = 0.0) -> Expected:
+    """A net of dense, mask, dense, whose only pre-activation is the kernel's product with (0.1, 0.3), and the shift."""
+    links = (
+        Link(Dense(), ("x",), "c", "C", ("W", "b")),
+        Link(op, ("c",), "r", "R"),
+        Link(Dense(), ("r",), "out", "dyOut", ("V", "a")),
+    )
+    tensors = {"x": np.array([[0.1, 0.3]]), "W": np.array(kernel)[:, None], "b": np.array([shift])}
+    tensors |= {"V": np.array([[0.7]]), "a": np.array([0.2]), "dy": np.array([[1.1]])}
+    return end_to_end(Chain(links, "x", "In", deep=True), tensors, P64)
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel", "shift", "certain"),
+    [
+        (Relu(), (3.0, 1.0), 0.0, True),
+        (Relu(), (-3.0, -1.0), 0.0, True),
+        (Relu(), (3.0, -1.0), 0.0, False),
+        (Relu(), (0.0, 0.0), 0.0, True),  # exactly at the kink, where nothing rounds
+        (Relu6(), (3.0, -1.0), 6.0, False),
+        (Relu6(), (3.0, -1.0), 3.0, True),
+        (Relu(), (3.0, -1.0), 6.0, True),
+        (GeluTanh(), (3.0, -1.0), 0.0, True),
+    ],
+    ids=str,
+)
+def test_behind_a_mask_that_rounding_may_turn_a_net_promises_nothing(
+    op: Op, kernel: tuple[float, float], shift: float, certain: bool
+) -> None:
+    e = masked(op, kernel, shift)
+    for b in (*e.acts.values(), e.cots["r"], e.grads["V"], e.grads["a"]):
+        assert np.isfinite(b.err).all()
+    for b in (e.cots["c"], e.cots["x"], e.grads["W"], e.grads["b"]):
+        assert (np.isfinite(b.err) if certain else np.isinf(b.err)).all()

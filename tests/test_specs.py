@@ -10,7 +10,21 @@ import pytest
 
 from diffgrad.chains import CHAINS
 from diffgrad.mutants import MUTANTS
-from diffgrad.specs import BLOCKS, CaseError, Drop, Spec, UibSpec
+from diffgrad.specs import (
+    BLOCKS,
+    AttentionSpec,
+    CaseError,
+    Drop,
+    EncoderSpec,
+    PatchEmbedSpec,
+    Sites,
+    Spec,
+    TowerSpec,
+    UibSpec,
+    VitHeadSpec,
+    VitSpec,
+)
+from diffgrad.specs.base import MapSpec
 from diffgrad.strategies.blocks import SPECS
 from tests.helpers import KINDS, specs
 
@@ -53,6 +67,58 @@ def test_the_four_families_of_a_uib_have_the_documents_counts_of_nodes(pre_k: in
     assert shapes.get("qW") == ((3, 1, pre_k, pre_k) if pre_k else None)
     assert shapes.get("dW") == ((6, 1, post_k, post_k) if post_k else None)
     assert (shapes["eW"], shapes["pW"]) == ((6, 3, 1, 1), (3, 6, 1, 1))
+
+
+def shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
+    return {t.name: t.shape for t in spec.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("spec", "nodes"),
+    [
+        (AttentionSpec(n=1, t=2), 8),
+        (EncoderSpec(n=1, t=2, mlp=2), 16),
+        (TowerSpec(n=1, t=2, mlp=2, depth=3), 48),
+        (PatchEmbedSpec(n=1, h=4, w=4, d=2, p=2), 4),
+        (VitHeadSpec(n=1, t=2, d=2), 4),
+        (VitSpec(n=1, h=224, w=224), 200),
+    ],
+    ids=lambda v: str(v)[:12],
+)
+def test_a_vit_s_blocks_have_the_documents_counts_of_nodes(spec: Spec, nodes: int) -> None:
+    assert len(spec.parameters()) == nodes
+
+
+def test_the_parameters_of_an_encoder() -> None:
+    spec = EncoderSpec(n=5, t=7, heads=2, head_dim=3, mlp=4)
+    square = {f"W{s}": (6, 6) for s in "qkvo"} | {f"b{s}": (6,) for s in "qkvo"}
+    dense = {"Wfc1": (6, 4), "bfc1": (4,), "Wfc2": (4, 6), "bfc2": (6,)}
+    assert shapes(spec) == square | dense | {name: (6,) for name in ("ln1g", "ln1bt", "ln2g", "ln2bt")}
+    scalar = EncoderSpec(n=5, t=7, heads=2, head_dim=3, mlp=4, norm="scalar")
+    assert shapes(scalar) == square | dense | {name: (1,) for name in ("ln1g", "ln1bt", "ln2g", "ln2bt")}
+
+
+@pytest.mark.parametrize(("h", "w", "p", "t"), [(224, 224, 16, 197), (4, 6, 2, 7), (5, 7, 2, 7), (3, 3, 3, 2)])
+def test_an_image_has_a_token_for_every_whole_patch_and_one_more(h: int, w: int, p: int, t: int) -> None:
+    embed = PatchEmbedSpec(n=2, h=h, w=w, d=3, p=p)
+    assert (embed.output_shape(), shapes(embed)["pos"]) == ((2, t, 3), (t, 3))
+    assert shapes(VitSpec(n=2, h=h, w=w, p=p))["pos"] == (t, 192)
+
+
+def test_the_sites_of_a_tower_go_to_its_blocks_in_order() -> None:
+    drops = tuple(Sites(Drop(keep, (True,)), Drop(keep / 2, (False,))) for keep in (0.5, 0.8))
+    blocks = TowerSpec(n=1, t=2, mlp=2, depth=2, drops=drops).blocks()
+    assert [(name, b.drop_a, b.drop_m) for name, b in blocks if isinstance(b, EncoderSpec)] == [
+        ("b1", drops[0].a, drops[0].m),
+        ("b2", drops[1].a, drops[1].m),
+    ]
+    with pytest.raises(KeyError):
+        TowerSpec(n=1, t=2, mlp=2, depth=2, drops=drops).scales("b3drop_a")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_map_has_a_height_and_a_width(kind: str) -> None:
+    assert issubclass(BLOCKS[kind], MapSpec) is (len(specs(kind)[0].input().shape) == 4)
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import Phase, find, given, settings
 
 from diffgrad.case import Case
-from diffgrad.specs import Spec, UibSpec
+from diffgrad.specs import (
+    BLOCKS,
+    AttentionSpec,
+    EncoderSpec,
+    LossSpec,
+    PatchEmbedSpec,
+    Spec,
+    TowerSpec,
+    UibSpec,
+    VitSpec,
+)
+from diffgrad.specs.base import MapSpec
 from diffgrad.strategies import Batch, batches, cases, sample
 from diffgrad.strategies.blocks import SPECS
 from diffgrad.strategies.cases import DTYPES, quiet_settings, values
 from diffgrad.values import FAMILIES
-from tests.helpers import KINDS, specs
+from tests.helpers import KINDS, extent, specs
 
 MANY = 300
 # As a campaign shrinks. (The explaining phase would go on drawing, and stop at the shortest of what it happens to see.)
@@ -35,10 +46,13 @@ def test_every_case_can_be_drawn_as_tensors(case: Case) -> None:
 CORNERS: dict[str, Callable[[Spec], bool]] = {
     "one example": lambda s: s.n == 1,
     "several examples": lambda s: s.n > 1,
+    "odd": lambda s: extent(s)[0] % 2 == 1,
+    "even": lambda s: extent(s)[0] % 2 == 0,
+}
+
+MAP_CORNERS: dict[str, Callable[[MapSpec], bool]] = {
     "square": lambda s: s.h == s.w,
     "not square": lambda s: s.h != s.w,
-    "odd": lambda s: s.h % 2 == 1,
-    "even": lambda s: s.h % 2 == 0,
 }
 
 UIB_CORNERS: dict[str, Callable[[UibSpec], bool]] = {
@@ -61,15 +75,101 @@ def test_every_block_is_drawn_in_every_corner(kind: str, corner: str) -> None:
     assert any(map(CORNERS[corner], specs(kind, MANY)))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if issubclass(BLOCKS[kind], MapSpec)])
+@pytest.mark.parametrize("corner", MAP_CORNERS)
+def test_maps_are_drawn_square_and_not(kind: str, corner: str) -> None:
+    assert any(MAP_CORNERS[corner](s) for s in specs(kind, MANY) if isinstance(s, MapSpec))
+
+
+def smallest(drawn: Iterable[Spec]) -> tuple[int, ...]:
+    return tuple(map(min, zip(*map(extent, drawn), strict=True)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_smallest_map_of_every_block_is_drawn(kind: str) -> None:
-    drawn = {(s.h, s.w) for s in specs(kind, MANY)}
-    assert (min(h for h, _ in drawn), min(w for _, w in drawn)) in drawn
+def test_the_smallest_extent_of_every_block_is_drawn(kind: str) -> None:
+    assert smallest(specs(kind, MANY)) in map(extent, specs(kind, MANY))
 
 
 @pytest.mark.parametrize("corner", UIB_CORNERS)
 def test_every_corner_of_the_uib_is_drawn(corner: str) -> None:
     assert any(UIB_CORNERS[corner](s) for s in specs("uib", MANY) if isinstance(s, UibSpec))
+
+
+Tokens = AttentionSpec | EncoderSpec | TowerSpec
+TOKEN_KINDS = ("attention", "encoder", "tower")
+TOKEN_CORNERS: dict[str, Callable[[Tokens], bool]] = {
+    "one token": lambda s: s.t == 1,
+    "one head": lambda s: s.heads == 1 < s.head_dim,
+    "several heads of width 1": lambda s: s.heads > 1 == s.head_dim,
+    "as many tokens as a head is wide": lambda s: s.t == s.head_dim > 1,
+    "composed": lambda s: s.core == "composed",
+    "fused": lambda s: s.core == "fused",
+    "fused_math": lambda s: s.core == "fused_math",
+    "bf16": lambda s: s.bf16,
+    "not bf16": lambda s: not s.bf16,
+}
+
+
+@pytest.mark.parametrize("kind", TOKEN_KINDS)
+@pytest.mark.parametrize("corner", TOKEN_CORNERS)
+def test_every_corner_of_attention_is_drawn(kind: str, corner: str) -> None:
+    assert any(TOKEN_CORNERS[corner](s) for s in specs(kind, MANY) if isinstance(s, Tokens))
+
+
+@pytest.mark.parametrize("kind", TOKEN_KINDS)
+def test_as_many_examples_as_tokens_are_drawn_often(kind: str) -> None:
+    alike = [s for s in specs(kind, MANY) if isinstance(s, Tokens) and s.n == s.t > 1]
+    assert len(alike) > MANY / 10
+
+
+ENCODER_CORNERS: dict[str, Callable[[EncoderSpec], bool]] = {
+    "no drop site": lambda s: s.drop_a is None and s.drop_m is None,
+    "the first site only": lambda s: s.drop_a is not None and s.drop_m is None,
+    "the second site only": lambda s: s.drop_a is None and s.drop_m is not None,
+    "two different masks": lambda s: bool(s.drop_a and s.drop_m and s.drop_a.kept != s.drop_m.kept),
+    "a scalar norm": lambda s: s.norm == "scalar",
+    "a vector norm": lambda s: s.norm == "vector",
+    "wider inside": lambda s: s.mlp > s.d,
+    "narrower inside": lambda s: s.mlp < s.d,
+}
+
+
+@pytest.mark.parametrize("corner", ENCODER_CORNERS)
+def test_every_corner_of_the_encoder_is_drawn(corner: str) -> None:
+    assert any(ENCODER_CORNERS[corner](s) for s in specs("encoder", MANY) if isinstance(s, EncoderSpec))
+
+
+Towers = TowerSpec | VitSpec
+TOWER_CORNERS: dict[str, Callable[[Towers], bool]] = {
+    "one block": lambda s: s.depth == 1,
+    "several blocks": lambda s: s.depth > 1,
+    "no drop site": lambda s: not s.drops,
+    "blocks with different masks": lambda s: len({site.a for site in s.drops}) > 1,
+    "sites with different masks": lambda s: any(site.a.kept != site.m.kept for site in s.drops),
+}
+
+
+@pytest.mark.parametrize("kind", ["tower", "vit"])
+@pytest.mark.parametrize("corner", TOWER_CORNERS)
+def test_every_corner_of_a_tower_is_drawn(kind: str, corner: str) -> None:
+    assert any(TOWER_CORNERS[corner](s) for s in specs(kind, MANY) if isinstance(s, Towers))
+
+
+def test_both_flags_of_a_patch_embedding_are_drawn_together_and_alone() -> None:
+    for kind in ("patch_embed", "vit"):
+        drawn = {(s.bf16, s.bf16_conv) for s in specs(kind, MANY) if isinstance(s, PatchEmbedSpec | VitSpec)}
+        assert len(drawn) == 4
+
+
+def test_a_loss_is_drawn_with_any_smoothing_and_with_soft_targets() -> None:
+    drawn = [s for s in specs("loss", MANY) if isinstance(s, LossSpec)]
+    assert {s.soft for s in drawn} == {True, False}
+    assert {0.0, 0.1, 1.0} <= {s.alpha for s in drawn if not s.soft}
+
+
+def test_operands_are_rounded_in_float32_only() -> None:
+    drawn = sample(batches(TOKEN_KINDS), MANY, key=1)
+    assert {b.dtype for b in drawn if getattr(b.block, "bf16", False)} == {"float32"}
 
 
 def test_every_block_family_and_dtype_is_drawn() -> None:
@@ -97,8 +197,8 @@ def test_a_key_gives_the_same_draws_again_and_another_key_others() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_spec_shrinks_to_the_smallest_sizes(kind: str) -> None:
     least = find(SPECS[kind](), lambda s: True, settings=SHRINKING)
-    drawn = specs(kind, MANY)
-    assert (least.h, least.w) == (min(s.h for s in drawn), min(s.w for s in drawn))
+    # A patch of one pixel is a corner, and not what shrinking ends at.
+    assert extent(least) == smallest(s for s in specs(kind, MANY) if getattr(s, "p", 0) == getattr(least, "p", 0))
     assert least.n <= 2  # where statistics are taken over the batch alone, one example is the corner
     if isinstance(least, UibSpec):
         assert least == UibSpec(n=1, h=1, w=1, c=1)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffgrad.specs import Drop, Role, Tensor, UibSpec
+from diffgrad.bars import PRECISIONS, recorded, total
+from diffgrad.specs import Drop, EncoderSpec, LossSpec, Role, Sites, Spec, Tensor, TowerSpec, UibSpec, VitSpec
 from diffgrad.values import FAMILIES, Bits, Floats, Values, draw_tensor
 from tests.helpers import KINDS, SMALLEST, UIB, ordinary
 
@@ -46,6 +47,9 @@ PINS: tuple[tuple[str, int, Role, str], ...] = (
     ("constant", 0, "kernel", "0x0p0 0x0p0 0x0p0 -0x1.144p-5"),
     ("constant", 0, "beta", "0x1.09cf147fec6ddp-1 -0x1.abb552e7eac73p-1 0x1.6cebe47182b98p-2 -0x1.de7aa213948bap-6"),
     ("one_hot", 0, "cotangent", "0x0p0 0x1.55daa973f563ap1 0x0p0 0x0p0"),
+    ("repeated", 2, "input", "0x1.4c42d99fe7894p0 0x1.3dc37f8be3780p-1 0x1.c826dd8de367ep-1 0x1.6571f9e934675p-1"),
+    ("repeated", 60, "input", "0x1.09cf147fec6ddp0 0x1.09cf147fec6ddp0 0x1.6cebe47182b98p-1 0x1.6cebe47182b98p-1"),
+    ("repeated", 60, "cotangent", "0x1.09cf147fec6ddp0 -0x1.abb552e7eac73p0 0x1.6cebe47182b98p-1"),
 )
 
 
@@ -117,12 +121,33 @@ def test_what_each_family_is_for() -> None:
     assert 0 < (draw("zeros", 0, "input", MAP) == 0).mean() < 1
     assert (np.ptp(draw("constant", 0, "input", (2, 16, 3, 3)), axis=(0, 2, 3)) == 0).any()
     assert np.count_nonzero(draw("one_hot", 0, "cotangent", MAP)) == 1
+    assert not np.ptp(draw("repeated", 60, "input", (2, 5, 3)), axis=1).any()
+    assert np.ptp(draw("repeated", 30, "input", (2, 5, 3)), axis=1).all()
 
 
-def test_drop_masks_come_from_the_spec_and_not_from_the_seed() -> None:
-    spec = UibSpec(n=3, h=1, w=1, c=1, drop=Drop(0.8, (True, False, True)))
-    (drop,) = spec.constants()
-    assert draw_tensor(spec, drop, Values("huge", 5, 100)).tolist() == [1.25, 0.0, 1.25]
+A, M = Drop(0.8, (True, False, True)), Drop(0.5, (False, True, True))
+
+
+@pytest.mark.parametrize(
+    ("spec", "scales"),
+    [
+        (UibSpec(n=3, h=1, w=1, c=1, drop=A), {"drop": [1.25, 0.0, 1.25]}),
+        (EncoderSpec(n=3, t=1, mlp=1, drop_m=M), {"drop_m": [0.0, 2.0, 2.0]}),
+        (EncoderSpec(n=3, t=1, mlp=1, drop_a=A, drop_m=M), {"drop_a": [1.25, 0.0, 1.25], "drop_m": [0.0, 2.0, 2.0]}),
+        (
+            TowerSpec(n=3, t=1, mlp=1, depth=2, drops=(Sites(A, M), Sites(M, A))),
+            {
+                "b1drop_a": [1.25, 0.0, 1.25],
+                "b1drop_m": [0.0, 2.0, 2.0],
+                "b2drop_a": [0.0, 2.0, 2.0],
+                "b2drop_m": [1.25, 0.0, 1.25],
+            },
+        ),
+    ],
+    ids=lambda v: str(v)[:12],
+)
+def test_drop_masks_come_from_the_spec_and_not_from_the_seed(spec: Spec, scales: dict[str, list[float]]) -> None:
+    assert {t.name: draw_tensor(spec, t, Values("huge", 5, 100)).tolist() for t in spec.constants()} == scales
 
 
 def test_targets_are_smoothed_labels_whatever_the_family() -> None:
@@ -131,3 +156,30 @@ def test_targets_are_smoothed_labels_whatever_the_family() -> None:
     assert {v.hex() for v in targets.ravel().tolist()} == {(0.1 / 4).hex(), (0.9 + 0.1 / 4).hex()}
     assert ((targets > 0.5).sum(1) == 1).all()
     assert (targets > 0.5).any(0).all()
+
+
+def targets(spec: Spec, seed: int = 9) -> Floats:
+    (target,) = (t for t in spec.constants() if t.role == "target")
+    return draw_tensor(spec, target, Values(seed=seed))
+
+
+@pytest.mark.parametrize(("alpha", "pair"), [(0.0, {0.0, 1.0}), (0.5, {0.125, 0.625}), (1.0, {0.25})])
+def test_the_smoothing_is_the_spec_s(alpha: float, pair: set[float]) -> None:
+    nets: tuple[Spec, ...] = (
+        LossSpec(n=9, classes=4, alpha=alpha),
+        VitSpec(n=9, h=16, w=16, depth=1, classes=4, alpha=alpha),
+    )
+    for spec in nets:
+        assert set(targets(spec).ravel().tolist()) == pair
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 40))
+def test_soft_targets_are_any_shares_that_sum_to_one(seed: int, n: int, classes: int) -> None:
+    shares = targets(LossSpec(n=n, classes=classes, soft=True), seed)
+    summed = total(recorded(shares, PRECISIONS["float64"]), (1,))
+    assert (shares >= 0).all()
+    assert (np.abs(summed.val - 1) <= summed.err).all()
+
+
+def test_soft_targets_are_no_smoothed_labels() -> None:
+    assert len(set(targets(LossSpec(n=4, classes=5, soft=True)).ravel().tolist())) > 4

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from diffgrad.chains import convnext, mobilenetv4
+from diffgrad.chains import convnext, mobilenetv4, vit
 from diffgrad.chains.base import Chain, Link
 from diffgrad.specs import Spec
 
@@ -22,6 +22,13 @@ CHAINS: dict[str, Callable[[Any], Chain]] = {
     "convnext_down": convnext.down,
     "convnext_head": convnext.head,
     "convnext_net": convnext.net,
+    "attention": vit.attention,
+    "encoder": vit.encoder,
+    "tower": vit.tower,
+    "patch_embed": vit.patch_embed,
+    "vit_head": vit.head,
+    "vit": vit.vit,
+    "loss": vit.loss,
 }
 
 

@@ -95,17 +95,23 @@ def renamed(chain: Chain, prefix: str, first: str, last: str) -> tuple[Link, ...
             writes=site(link.writes),
             cotangent=f"dy_{last}" if link.writes == chain.output else prefix + link.cotangent,
             feeds=tuple(prefix + name for name in link.feeds),
+            constants=tuple(prefix + name for name in link.constants),
         )
         for link in chain.links
     )
 
 
-def in_series(parts: Iterable[tuple[str, Chain, str]]) -> Chain:
-    """A net: (prefix, chain, name of its output) of every part in forward order, then the smoothed cross entropy."""
+def in_series(parts: Iterable[tuple[str, Chain, str]]) -> tuple[Link, ...]:
+    """The links of (prefix, chain, name of its output) one after another, in forward order."""
     links: list[Link] = []
     first = "x"
     for prefix, chain, last in parts:
         links += renamed(chain, prefix, first, last)
         first = last
-    loss = Link(SmoothedCrossEntropy(), (first,), "out", "dyLoss", (), ("target",))
-    return Chain((*links, loss), "x", "", deep=True)
+    return tuple(links)
+
+
+def with_loss(links: tuple[Link, ...], input_cotangent: str = "") -> Chain:
+    """A net: links that end in the logits, then the smoothed cross entropy."""
+    loss = Link(SmoothedCrossEntropy(), (links[-1].writes,), "out", "dyLoss", (), ("target",))
+    return Chain((*links, loss), "x", input_cotangent, deep=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffgrad.chains.base import Chain, Link, fill, in_series, with_ops
+from diffgrad.chains.base import Chain, Link, fill, in_series, with_loss, with_ops
 from diffgrad.ops import (
     Add,
     Conv2d,
@@ -86,7 +86,7 @@ def net(spec: ConvNeXtNetSpec) -> Chain:
     """The whole net, driven by the smoothed cross entropy: stages are recursions over their blocks."""
     stem_part, *inner, head_part = spec.blocks()
     named = [(*stem_part, "stem"), *((prefix, b, f"{prefix}out") for prefix, b in inner), (*head_part, "logits")]
-    return in_series((prefix, _part(b), last) for prefix, b, last in named)
+    return with_loss(in_series((prefix, _part(b), last) for prefix, b, last in named))
 
 
 def _part(spec: Spec) -> Chain:

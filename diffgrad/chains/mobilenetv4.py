@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diffgrad.chains.base import Chain, Link, fill, in_series, with_ops
+from diffgrad.chains.base import Chain, Link, fill, in_series, with_loss, with_ops
 from diffgrad.ops import (
     Add,
     BatchNorm,
@@ -109,7 +109,9 @@ def head(spec: HeadSpec) -> Chain:
 def mobilenetv4(spec: MobileNetV4Spec) -> Chain:
     """The whole net, driven by the smoothed cross entropy; block k's output is the activation prefix blk{k}."""
     names = ("stem", *(f"blk{k}" for k in range(len(spec.rows) + 1)), "logits")
-    return in_series((prefix, _block(b), last) for (prefix, b), last in zip(spec.blocks(), names, strict=True))
+    return with_loss(
+        in_series((prefix, _block(b), last) for (prefix, b), last in zip(spec.blocks(), names, strict=True))
+    )
 
 
 def _block(spec: Spec) -> Chain:

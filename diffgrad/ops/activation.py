@@ -30,6 +30,8 @@ def masked(dy: Bounded, z: Bounded, inside: NDArray[np.bool_], kinks: tuple[floa
 class Relu(Op):
     """max(x, 0), one-sided: the derivative at exactly 0 is 0."""
 
+    kinks = (0.0,)
+
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         return np.where(xs[0].real > 0, xs[0], 0.0)
 
@@ -40,12 +42,14 @@ class Relu(Op):
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         z = xs[0]
-        return Vjp((masked(dy, z, z.val > 0, (0.0,)),), ())
+        return Vjp((masked(dy, z, z.val > 0, self.kinks),), ())
 
 
 @dataclass(frozen=True)
 class Relu6(Op):
     """min(max(x, 0), 6): the derivative is 1 strictly between 0 and 6. Another net than relu's."""
+
+    kinks = (0.0, 6.0)
 
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         x = xs[0]
@@ -58,7 +62,7 @@ class Relu6(Op):
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         z = xs[0]
-        return Vjp((masked(dy, z, (z.val > 0) & (z.val < 6), (0.0, 6.0)),), ())
+        return Vjp((masked(dy, z, (z.val > 0) & (z.val < 6), self.kinks),), ())
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -26,6 +26,9 @@ class Op(ABC):
     Inputs and parameters arrive in canonical layout: activations NCHW, kernels OIHW, depthwise kernels [C,1,kH,kW].
     """
 
+    kinks: ClassVar[tuple[float, ...]] = ()
+    """Where the derivative jumps."""
+
     @abstractmethod
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         """The analytic forward map; also evaluated in complex128 by the certification."""
@@ -38,7 +41,7 @@ class Op(ABC):
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         """The cotangents for the upstream cotangent ``dy``, each with its bar."""
 
-    def stored(self, ps: tuple[Bounded, ...]) -> tuple[bool, bool]:
+    def stored(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> tuple[bool, bool]:
         """Whether compilers store the result (forward, input-VJP) and read it back, instead of recomputing it."""
         return False, False
 

@@ -6,7 +6,7 @@ The input-VJP is written as the convolution of the spread-out cotangent with the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from diffgrad.bars import Bounded, biased, bilinear, total
 from diffgrad.ops.base import Numbers, Op, Vjp
+from diffgrad.ops.products import EXACT, Products
 
 Padding = Literal["symmetric", "xla_same", "valid"]
 
@@ -61,6 +62,18 @@ class _Geometry:
     def pointwise(self) -> bool:
         return self.h.k == self.w.k == self.h.stride == self.w.stride == 1
 
+    @property
+    def tiled(self) -> bool:
+        """Patches side by side: every input position feeds one output position, or none at the far edges."""
+        return all(a.lo == 0 and a.k == a.stride and a.reach <= a.size for a in (self.h, self.w))
+
+    def untile(self, patches: Numbers) -> Numbers:
+        """[N,H',W',C,kH,kW] -> [N,C,H,W], 0 where no patch lies."""
+        n, rows, cols, c, kh, kw = patches.shape
+        x = np.zeros((n, c, self.h.size, self.w.size), patches.dtype)
+        x[:, :, : rows * kh, : cols * kw] = patches.transpose(0, 3, 1, 4, 2, 5).reshape(n, c, rows * kh, cols * kw)
+        return x
+
     def windows(self, x: Numbers) -> Numbers:
         """What each output position reads: [N,C,H,W] -> [N,C,H',W',kH,kW], out-of-range reads 0."""
         padded = _pad(x, self.h, self.w)
@@ -99,6 +112,10 @@ class Conv2d(Op):
 
     stride: int = 1
     padding: Padding = "symmetric"
+    products: Products = EXACT
+
+    def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
+        return {name: replace(self, products=p) for name, p in self.products.looser().items()}
 
     def geometry(self, x: tuple[int, ...], w: tuple[int, ...]) -> _Geometry:
         """Axes for an input of shape ``x`` [N,C,H,W] and a kernel of shape ``w``."""
@@ -116,6 +133,8 @@ class Conv2d(Op):
     def _apply_input(self, g: _Geometry, dy: Numbers, w: Numbers) -> Numbers:
         if g.pointwise:
             return _channels(w[:, :, 0, 0].T, dy)
+        if g.tiled:
+            return g.untile(np.tensordot(dy, w, axes=((1,), (0,))))
         flipped = w[:, :, ::-1, ::-1]
         return np.moveaxis(np.tensordot(g.back_windows(dy), flipped, axes=((1, 4, 5), (0, 2, 3))), 3, 1)
 
@@ -127,7 +146,7 @@ class Conv2d(Op):
         taps = w[2] * w[3]
         return w[1] * taps, w[0] * taps
 
-    def stored(self, ps: tuple[Bounded, ...]) -> tuple[bool, bool]:
+    def stored(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> tuple[bool, bool]:
         """Sums are stored; a convolution of a single product is fused like any multiplication."""
         forward, backward = self._fan(ps[0].val.shape)
         return forward > 1, backward > 1
@@ -138,17 +157,17 @@ class Conv2d(Op):
         return y if len(ps) == 1 else y + ps[1][:, None, None]
 
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
-        x, w = xs[0], ps[0]
+        x, w = self.products.operand(xs[0]), self.products.operand(ps[0])
         g = self.geometry(x.val.shape, w.val.shape)
-        y = bilinear(lambda a, b: self._apply(g, a, b), x, w, self._fan(w.val.shape)[0])
+        y = self.products.result(bilinear(lambda a, b: self._apply(g, a, b), x, w, self._fan(w.val.shape)[0]))
         return y if len(ps) == 1 else biased(y, ps[1].reshape(-1, 1, 1), self._fan(w.val.shape)[0])
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
-        x, w = xs[0], ps[0]
+        x, w, d = self.products.operand(xs[0]), self.products.operand(ps[0]), self.products.upstream(dy)
         g = self.geometry(x.val.shape, w.val.shape)
         n, _, h, v = dy.val.shape
-        dx = bilinear(lambda a, b: self._apply_input(g, a, b), dy, w, self._fan(w.val.shape)[1])
-        dw = bilinear(lambda a, b: self._apply_weight(g, a, b), x, dy, n * h * v)
+        dx = self.products.result(bilinear(lambda a, b: self._apply_input(g, a, b), d, w, self._fan(w.val.shape)[1]))
+        dw = self.products.result(bilinear(lambda a, b: self._apply_weight(g, a, b), x, d, n * h * v))
         if len(ps) == 1:
             return Vjp((dx,), (dw,))
         return Vjp((dx,), (dw, total(dy, (0, 2, 3)).reshape(-1)))

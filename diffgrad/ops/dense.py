@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from diffgrad.bars import Bounded, biased, bilinear, scale, total
 from diffgrad.ops.base import Numbers, Op, Vjp
+from diffgrad.ops.products import EXACT, Products
 
 
 @dataclass(frozen=True)
 class Dense(Op):
     """y = xW + b over the last axis of x [..., in]. Parameters: W [in,out], b [out]."""
 
-    def stored(self, ps: tuple[Bounded, ...]) -> tuple[bool, bool]:
+    products: Products = EXACT
+
+    def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
+        return {name: replace(self, products=p) for name, p in self.products.looser().items()}
+
+    def stored(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> tuple[bool, bool]:
         inputs, outputs = ps[0].val.shape
         return inputs > 1, outputs > 1
 
@@ -22,18 +28,18 @@ class Dense(Op):
         return np.asarray(xs[0] @ ps[0] + ps[1])
 
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
-        x, w = xs[0], ps[0]
+        x, w = self.products.operand(xs[0]), self.products.operand(ps[0])
         product = bilinear(lambda a, b: np.asarray(a @ b), x, w, w.val.shape[0])
-        return biased(product, ps[1].reshape(*(1,) * (x.val.ndim - 1), -1), w.val.shape[0])
+        return biased(self.products.result(product), ps[1].reshape(*(1,) * (x.val.ndim - 1), -1), w.val.shape[0])
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
-        x, w = xs[0], ps[0]
+        x, w, d = self.products.operand(xs[0]), self.products.operand(ps[0]), self.products.upstream(dy)
         inputs, outputs = w.val.shape
         rows = dy.val.size // outputs
-        dx = bilinear(lambda a, b: np.asarray(a @ b.T), dy, w, outputs)
-        flat_x, flat_dy = x.reshape(rows, inputs), dy.reshape(rows, outputs)
-        dw = bilinear(lambda a, b: np.asarray(a.T @ b), flat_x, flat_dy, rows)
-        return Vjp((dx,), (dw, total(flat_dy, (0,)).reshape(-1)))
+        dx = bilinear(lambda a, b: np.asarray(a @ b.T), d, w, outputs)
+        dw = bilinear(lambda a, b: np.asarray(a.T @ b), x.reshape(rows, inputs), d.reshape(rows, outputs), rows)
+        db = total(dy.reshape(rows, outputs), (0,)).reshape(-1)
+        return Vjp((self.products.result(dx),), (self.products.result(dw, len(dy.val)), db))
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,12 @@ class _Gelu(Op):
         tail, tail_err = self.slope(x.val, t, t_err, u)
         val = 0.5 * opening + tail
         err = 0.5 * t_err + 2.0 * u * opening + tail_err + 4.0 * u * np.abs(tail) + _BEND * x.err + 4.0 * x.p.tiny
-        err = err + np.where(opening <= 2.0 * u, 1.5 * (0.5 * opening + np.abs(tail)), 0.0)
-        return Vjp((dy * lift(val, err, x.p),), ())
+        present = 0.5 * opening + np.abs(tail)
+        err = err + np.where(opening <= 2.0 * u, 1.5 * present, 0.0)
+        # Autodiff multiplies dy through one factor at a time, and any partial product may be flushed.
+        near = 1.0 + np.minimum(np.abs(x.val), _SATURATED)
+        flushed = np.minimum(present * dy.mag, 8.0 * x.p.tiny * near**3)
+        return Vjp(((dy * lift(val, err, x.p)).widen(flushed),), ())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffgrad.bars import Bounded, add, bilinear, exp, log, neg, reciprocal, recorded, scale, total
+from diffgrad.bars import Bounded, add, bilinear, log, neg, scale
+from diffgrad.ops.attention import softmax, softmax_parts
 from diffgrad.ops.base import Numbers, Op, Vjp
 
 
@@ -26,7 +27,7 @@ class SmoothedCrossEntropy(Op):
 
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
         z, t = xs[0], ps[0]
-        shifted, _, norm = _softmax_parts(z)
+        shifted, _, norm = softmax_parts(z)
         top = np.abs(z.val).max(-1, keepdims=True)
         # log p is (z - max) - log(sum), or z - (max + log(sum)): the latter rounds at the size of the logits.
         log_p = add(shifted, neg(log(norm))).widen(2.0 * z.p.u * (top + z.mag))
@@ -35,18 +36,9 @@ class SmoothedCrossEntropy(Op):
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         z, t = xs[0], ps[0]
-        _, powers, norm = _softmax_parts(z)
         # With targets whose row does not quite sum to 1 the derivative is softmax*sum(t) - t; libraries leave the
         # sum out or keep it, so both are within the bar.
-        p = powers * reciprocal(norm)
+        p = softmax(z)
         slack = np.abs(t.val.sum(-1, keepdims=True) - 1.0)
         d = add(p, neg(t)).widen(p.mag * slack)
         return Vjp((scale(d * dy, 1.0 / z.val.shape[0], roundings=2.0),), ())
-
-
-def _softmax_parts(z: Bounded) -> tuple[Bounded, Bounded, Bounded]:
-    """z - max, its exponentials and their sum over the last axis."""
-    top = recorded(z.val.max(-1, keepdims=True), z.p)
-    shifted = add(z, neg(top))
-    powers = exp(shifted)
-    return shifted, powers, total(powers, (z.val.ndim - 1,))

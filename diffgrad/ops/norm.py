@@ -11,7 +11,7 @@ from diffgrad.bars import Array, Axes, Bounded, Moments, add, gamma, moments, ne
 from diffgrad.ops.base import Numbers, Op, Vjp
 from diffgrad.specs import EPS
 
-Kind = Literal["channel", "scalar", "token"]
+Kind = Literal["channel", "scalar", "token", "token_scalar"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Norm(Op):
         # roundings of the two uncentred products and of the shift.
         alpha = g.mag * m.inv_std.mag
         parts = x.mag * alpha + m.mean.mag * alpha + b.mag
-        return y.widen(gamma(2, x.p) * parts + np.minimum(parts, 4.0 * x.p.tiny))
+        folded = gamma(2, x.p) * parts + np.minimum(parts, 4.0 * x.p.tiny)
+        return y.widen(np.where(parts <= x.p.largest, folded, np.inf))
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         x = xs[0]
@@ -110,18 +111,18 @@ class LayerNorm(Norm):
     """Statistics within one example.
 
     ``channel``: over C at each position of [N,C,H,W], gamma and beta [C]. ``scalar``: over the whole C*H*W map, gamma
-    and beta [1]. ``token``: over the last axis of [N,T,D] (or [N,D]), gamma and beta [D].
+    and beta [1]. ``token``: over the last axis of [N,T,D] (or [N,D]), gamma and beta [D]; ``token_scalar``: [1].
     """
 
     kind: Kind = "channel"
 
     def axes(self, ndim: int) -> Axes:
-        if self.kind == "token":
+        if self.kind in ("token", "token_scalar"):
             return (ndim - 1,)
         return (1,) if self.kind == "channel" else tuple(range(1, ndim))
 
     def spread(self, ndim: int) -> tuple[int, ...]:
-        if self.kind == "scalar":
+        if self.kind in ("scalar", "token_scalar"):
             return (1,) * ndim
         at = 1 if self.kind == "channel" else ndim - 1
         return tuple(-1 if i == at else 1 for i in range(ndim))

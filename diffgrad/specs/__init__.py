@@ -8,6 +8,16 @@ from diffgrad.specs.base import EPS, CaseError, Drop, Role, Spec, Tensor
 from diffgrad.specs.convnext import ConvNeXtDownSpec, ConvNeXtHeadSpec, ConvNeXtNetSpec, ConvNeXtSpec, ConvNeXtStemSpec
 from diffgrad.specs.mobilenetv4 import FusedSpec, HeadSpec, StemSpec, UibSpec, UibStridedSpec
 from diffgrad.specs.mobilenetv4_net import MobileNetV4Spec
+from diffgrad.specs.vit import (
+    AttentionSpec,
+    EncoderSpec,
+    LossSpec,
+    PatchEmbedSpec,
+    Sites,
+    TowerSpec,
+    VitHeadSpec,
+    VitSpec,
+)
 
 AnySpec = (
     UibSpec
@@ -21,6 +31,13 @@ AnySpec = (
     | ConvNeXtDownSpec
     | ConvNeXtHeadSpec
     | ConvNeXtNetSpec
+    | AttentionSpec
+    | EncoderSpec
+    | TowerSpec
+    | PatchEmbedSpec
+    | VitHeadSpec
+    | VitSpec
+    | LossSpec
 )
 """Every block and net that a case may name."""
 
@@ -31,6 +48,7 @@ __all__ = [
     "BLOCKS",
     "EPS",
     "AnySpec",
+    "AttentionSpec",
     "CaseError",
     "ConvNeXtDownSpec",
     "ConvNeXtHeadSpec",
@@ -38,13 +56,20 @@ __all__ = [
     "ConvNeXtSpec",
     "ConvNeXtStemSpec",
     "Drop",
+    "EncoderSpec",
     "FusedSpec",
     "HeadSpec",
+    "LossSpec",
     "MobileNetV4Spec",
+    "PatchEmbedSpec",
     "Role",
+    "Sites",
     "Spec",
     "StemSpec",
     "Tensor",
+    "TowerSpec",
     "UibSpec",
     "UibStridedSpec",
+    "VitHeadSpec",
+    "VitSpec",
 ]

@@ -44,11 +44,9 @@ class Drop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"):
-    """What every block spec offers. ``n`` is the batch size, ``h`` and ``w`` are the *input* map's sizes."""
+    """What every block spec offers. ``n`` is the batch size."""
 
     n: int
-    h: int
-    w: int
 
     @property
     def kind(self) -> str:
@@ -57,8 +55,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def check(self) -> None:
         """Raise CaseError when the sizes are impossible."""
-        for field in ("n", "h", "w"):
-            self.at_least(field, 1)
+        self.at_least("n", 1)
 
     def at_least(self, field: str, low: int) -> None:
         """Raise CaseError unless ``field`` is at least ``low``."""
@@ -98,6 +95,15 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The fewest values over which any of the block's batch norms takes its statistics; None without one."""
         return None
 
+    def scales(self, name: str) -> tuple[float, ...]:
+        """The factors of the drop site ``name``, one per example."""
+        site: Drop = getattr(self, name)
+        return site.scales()
+
+    def targets(self) -> tuple[float, bool]:
+        """What the loss is given, if there is one: the smoothing alpha, and whether rows are soft (any, of sum 1)."""
+        return 0.1, False
+
     def constants(self) -> tuple[Tensor, ...]:
         """Tensors that the block reads but does not differentiate (drop masks)."""
         return ()
@@ -110,6 +116,18 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Everything a case must supply: input, parameters, constants and the upstream cotangent ``dy``."""
         upstream = Tensor("dy", self.output_shape(), "cotangent")
         return (self.input(), *self.parameters(), *self.constants(), upstream)
+
+
+class MapSpec(Spec, frozen=True, kw_only=True):
+    """A block whose input is a map; ``h`` and ``w`` are its sizes."""
+
+    h: int
+    w: int
+
+    def check(self) -> None:
+        super().check()
+        self.at_least("h", 1)
+        self.at_least("w", 1)
 
 
 def bn_pair(stem: str, channels: int) -> tuple[Tensor, Tensor]:

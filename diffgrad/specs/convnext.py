@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from diffgrad.specs.base import CaseError, Drop, Spec, Tensor, check_drop
+from diffgrad.specs.base import CaseError, Drop, MapSpec, Spec, Tensor, check_drop
 
 Norm = Literal["channel", "scalar"]
 """LayerNorm over C at each position (the real ConvNeXt), or over the whole map with one gamma, beta (document 004)."""
@@ -19,7 +19,7 @@ def _conv(stem: str, o: int, i: int, k: int = 1) -> tuple[Tensor, Tensor]:
     return Tensor(f"{stem}W", (o, i, k, k), "kernel"), Tensor(f"{stem}b", (o,), "beta")
 
 
-class ConvNeXtSpec(Spec, frozen=True, kw_only=True, tag="convnext"):
+class ConvNeXtSpec(MapSpec, frozen=True, kw_only=True, tag="convnext"):
     """dw k x k, LN, conv 1x1 to ``expand * c``, GELU, conv 1x1 back, layer scale, [drop path], + x."""
 
     c: int
@@ -57,7 +57,7 @@ class ConvNeXtSpec(Spec, frozen=True, kw_only=True, tag="convnext"):
         return (Tensor("drop", (self.n,), "drop"),) if self.drop else ()
 
 
-class ConvNeXtStemSpec(Spec, frozen=True, kw_only=True, tag="convnext_stem"):
+class ConvNeXtStemSpec(MapSpec, frozen=True, kw_only=True, tag="convnext_stem"):
     """Patchify conv (kernel = stride = ``k``, no padding), then LN. ``dx`` asks for the input's cotangent, too."""
 
     ic: int = 3
@@ -87,7 +87,7 @@ class ConvNeXtStemSpec(Spec, frozen=True, kw_only=True, tag="convnext_stem"):
         return names if self.dx else names[1:]
 
 
-class ConvNeXtDownSpec(Spec, frozen=True, kw_only=True, tag="convnext_down"):
+class ConvNeXtDownSpec(MapSpec, frozen=True, kw_only=True, tag="convnext_down"):
     """Downsampling between stages: LN, then conv 2x2 stride 2 without padding."""
 
     ic: int
@@ -111,7 +111,7 @@ class ConvNeXtDownSpec(Spec, frozen=True, kw_only=True, tag="convnext_down"):
         return (*_norm("dsn", self.norm, self.ic), *_conv("ds", self.oc, self.ic, 2))
 
 
-class ConvNeXtHeadSpec(Spec, frozen=True, kw_only=True, tag="convnext_head"):
+class ConvNeXtHeadSpec(MapSpec, frozen=True, kw_only=True, tag="convnext_head"):
     """Global average pooling, LN, dense."""
 
     c: int
@@ -137,7 +137,7 @@ class ConvNeXtHeadSpec(Spec, frozen=True, kw_only=True, tag="convnext_head"):
         )
 
 
-class ConvNeXtNetSpec(Spec, frozen=True, kw_only=True, tag="convnext_net"):
+class ConvNeXtNetSpec(MapSpec, frozen=True, kw_only=True, tag="convnext_net"):
     """Stem, stages of blocks with a downsampling before every stage but the first, head, smoothed cross entropy.
 
     ``h`` and ``w`` are the image's sizes. The defaults are ConvNeXt-T's depths and widths.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from diffgrad.specs.base import CaseError, Drop, Spec, Tensor, bn_pair, check_drop
+from diffgrad.specs.base import CaseError, Drop, MapSpec, Tensor, bn_pair, check_drop
 
 PreAct = Literal["none", "relu"]
 """What follows the pre-depthwise's batch norm: nothing (seed document 000) or a relu (seed document 001)."""
@@ -19,7 +19,7 @@ def _conv(name: str, o: int, i: int, k: int = 1) -> Tensor:
     return Tensor(name, (o, i, k, k), "kernel")
 
 
-class UibSpec(Spec, frozen=True, kw_only=True, tag="uib"):
+class UibSpec(MapSpec, frozen=True, kw_only=True, tag="uib"):
     """Universal inverted bottleneck, stride 1, identity skip.
 
     ``c`` channels in and out, ``c * expand`` in the middle; ``pre_k`` and ``post_k`` are the depthwise kernel sizes,
@@ -62,7 +62,7 @@ class UibSpec(Spec, frozen=True, kw_only=True, tag="uib"):
         return (Tensor("drop", (self.n,), "drop"),) if self.drop else ()
 
 
-class UibStridedSpec(Spec, frozen=True, kw_only=True, tag="uib_s2"):
+class UibStridedSpec(MapSpec, frozen=True, kw_only=True, tag="uib_s2"):
     """Universal inverted bottleneck, stride 2, no skip: the block is its body.
 
     ``h`` and ``w`` are the *input* map's sizes, odd ones included. ``carrier`` says which depthwise has the stride:
@@ -120,7 +120,7 @@ def _uib_parameters(ic: int, mid: int, oc: int, pre_k: int, post_k: int) -> tupl
     )
 
 
-class StemSpec(Spec, frozen=True, kw_only=True, tag="stem"):
+class StemSpec(MapSpec, frozen=True, kw_only=True, tag="stem"):
     """conv 3x3 stride 2, BN, relu. Its backward ends at the kernel's gradient; ``dx`` asks for the input's too."""
 
     ic: int = 3
@@ -151,7 +151,7 @@ class StemSpec(Spec, frozen=True, kw_only=True, tag="stem"):
         return self.n * halved(self.h) * halved(self.w)
 
 
-class FusedSpec(Spec, frozen=True, kw_only=True, tag="fused"):
+class FusedSpec(MapSpec, frozen=True, kw_only=True, tag="fused"):
     """The fused stage: conv k x k stride 2, BN, activation, conv 1x1, BN; no activation at the end."""
 
     ic: int = 32
@@ -184,7 +184,7 @@ class FusedSpec(Spec, frozen=True, kw_only=True, tag="fused"):
         return self.n * halved(self.h) * halved(self.w)
 
 
-class HeadSpec(Spec, frozen=True, kw_only=True, tag="head"):
+class HeadSpec(MapSpec, frozen=True, kw_only=True, tag="head"):
     """conv 1x1, BN, relu, then global pooling, a second such stage at [N,C,1,1], and the classifier.
 
     ``pool_first=False`` (seed document 001) pools after the last stage; there ``oc = 0`` leaves the second stage out.

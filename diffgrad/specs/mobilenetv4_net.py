@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from diffgrad.specs.base import CaseError, Spec, Tensor
+from diffgrad.specs.base import CaseError, MapSpec, Spec, Tensor
 from diffgrad.specs.mobilenetv4 import FusedSpec, HeadSpec, StemSpec, UibSpec, UibStridedSpec, halved
 
 
@@ -71,7 +71,7 @@ CONV_M: tuple[Row, ...] = (
 """MobileNetV4-Conv-M's 21 rows, after the fused stage."""
 
 
-class MobileNetV4Spec(Spec, frozen=True, kw_only=True, tag="mobilenetv4"):
+class MobileNetV4Spec(MapSpec, frozen=True, kw_only=True, tag="mobilenetv4"):
     """Stem, fused stage, rows, head and the smoothed cross entropy, at any widths that fit together.
 
     ``h`` and ``w`` are the image's sizes. The defaults are Conv-M's widths.
