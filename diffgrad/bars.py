@@ -236,9 +236,11 @@ def reciprocal(a: Bounded) -> Bounded:
 
 
 def exp(a: Bounded) -> Bounded:
-    """e**a, as library kernels document it."""
+    """e**a, as library kernels document it; some build 2**k from its exponent bits and lose the lowest binade."""
     val = np.exp(a.val)
-    return rounded(val, val * np.expm1(a.err), a.p, EXP_ROUNDINGS)
+    err = val * np.expm1(a.err)
+    lowest = np.where(val - err < 2.0 * a.p.tiny, np.minimum(val, 2.0 * a.p.tiny), 0.0)
+    return rounded(val, err + lowest, a.p, EXP_ROUNDINGS)
 
 
 def log(a: Bounded) -> Bounded:

@@ -522,13 +522,27 @@ MUTANTS: tuple[Mutant, ...] = (
         ("attention", "encoder"),
     ),
     Mutant("tail_first", "tower run tail first", _TailFirst, ("layernorm@b1n1",), ("tower",)),
-    Mutant("drop_on_tokens", "the drop site on the skip", _DropOnTokens, ("droppath activation",), ("encoder",)),
+    Mutant(
+        "drop_on_tokens",
+        "the drop site on an encoder block's skip",
+        _DropOnTokens,
+        ("droppath activation",),
+        ("encoder",),
+    ),
     Mutant("one_mask", "one mask for both sites", _OneMask, ("droppath@md activation",), ("encoder",)),
-    Mutant("keep_forgotten_vit", "the reciprocal keep missing", _NoReciprocal, ("droppath activation",), ("encoder",)),
+    Mutant(
+        "keep_forgotten_vit",
+        "the reciprocal keep missing in an encoder block",
+        _NoReciprocal,
+        ("droppath activation",),
+        ("encoder",),
+    ),
     Mutant(
         "scalar_gain", "scalar for vector LN", _ScalarGain, ("layernorm activation",), ("encoder", "vit_head", "tower")
     ),
-    Mutant("gelu_form_vit", "erf for tanh GELU", _GeluForm, ("gelutanh@g activation",), ("encoder",)),
+    Mutant(
+        "gelu_form_vit", "erf for tanh GELU in an encoder block", _GeluForm, ("gelutanh@g activation",), ("encoder",)
+    ),
     Mutant(
         "no_fan_in_vit", "a residual's fan-in missing", _NoFanIn, ("copy@xa+add@h", "copy@hm+add@out"), ("encoder",)
     ),
@@ -548,12 +562,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("position_mean", "pos gradient: mean for sum", _PositionMean, ("addposition gradient",), ("patch_embed",)),
     Mutant(
         "loss_not_averaged_alone",
-        "the loss cotangent not divided by B",
+        "the cotangent of the loss alone not divided by B",
         _LossNotAveraged,
         ("smoothedcrossentropy cotangent",),
         ("loss",),
     ),
-    Mutant("unsmoothed_alone", "targets unsmoothed", _Unsmoothed, ("smoothedcrossentropy activation",), ("loss",)),
+    Mutant(
+        "unsmoothed_alone",
+        "targets of the loss alone unsmoothed",
+        _Unsmoothed,
+        ("smoothedcrossentropy activation",),
+        ("loss",),
+    ),
     Mutant("vit_tokens_frozen", "LN statistics constant in a net", _FrozenStatistics, _LN_BACK, ("vit",)),
     Mutant("part_per_thousand", "gamma's gradient off by 0.1%", _PartPerThousand, ("batchnorm gradient",)),
 )

@@ -93,7 +93,8 @@ def test_a_fault_in_any_block_is_shrunk_to_few_numbers(kind: str, runner: Make, 
     assert tally.new
     for found in tally.new:
         assert found.case.block.kind == kind
-        assert sum(v.size for v in found.case.tensors().values()) <= 80
+        # Two encoder blocks whose tokens are 2 wide, as a layer norm needs, are 82.
+        assert sum(v.size for v in found.case.tensors().values()) <= 82
 
 
 def test_a_finding_is_saved_whole(runner: Make, tmp_path: Path) -> None:
