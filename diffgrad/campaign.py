@@ -75,7 +75,11 @@ class _Hunt:
     begun: bool = False
     calls: int = 0
     started: float = field(default_factory=time.monotonic)
-    seen: dict[Batch, bool] = field(default_factory=dict)
+    seen: dict[Batch, tuple[Case, Fault] | None] = field(default_factory=dict)
+    """What was found in each batch that was asked about."""
+
+    def __post_init__(self) -> None:
+        self.seen[self.origin] = self.case, self.fault
 
     @property
     def over(self) -> bool:
@@ -173,8 +177,9 @@ class Campaign:
         @settings(quiet_settings(examples), phases=[Phase.generate, Phase.shrink])
         @given(self._strategy)
         def fails(batch: Batch) -> None:
-            if batch == hunt.origin or (hunt.begun and self._still_fails(hunt, batch)):
+            if batch == hunt.origin:
                 hunt.begun = True
+            if hunt.begun and self._still_fails(hunt, batch):
                 raise Found
 
         try:
@@ -184,19 +189,27 @@ class Campaign:
         raise AssertionError("the draws of a seed were not the same the second time")
 
     def _still_fails(self, hunt: _Hunt, batch: Batch) -> bool:
-        """Is the fault there in a smaller batch? Only the framework at fault is asked."""
-        if batch in hunt.seen:
-            return hunt.seen[batch]
-        if hunt.over:
+        """Is the fault there in another batch? If so, that is the hunt's case now. Only the framework at fault is
+        asked, and only once about a batch: Hypothesis comes back to the smallest one at the end.
+        """
+        if batch not in hunt.seen:
+            if hunt.over:
+                return False
+            hunt.calls += 1
+            hunt.seen[batch] = self._failing(hunt, batch)
+        found = hunt.seen[batch]
+        if found is None:
             return False
-        hunt.calls += 1
-        found = False
+        hunt.case, hunt.fault = found
+        return True
+
+    def _failing(self, hunt: _Hunt, batch: Batch) -> tuple[Case, Fault] | None:
+        """The batch's last case that has the fault."""
+        found = None
         for answer in self._runner.run(batch.cases(), [hunt.adapter]):
             fault = judge(answer, self._modes[answer.adapter]).fault(hunt.fault.signature)
             if fault is not None:
-                hunt.case, hunt.fault = answer.case, fault
-                found = True
-        hunt.seen[batch] = found
+                found = answer.case, fault
         return found
 
     def _settle(self, hunt: _Hunt) -> None:

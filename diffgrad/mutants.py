@@ -574,7 +574,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("smoothedcrossentropy activation",),
         ("loss",),
     ),
-    Mutant("vit_tokens_frozen", "LN statistics constant in a net", _FrozenStatistics, _LN_BACK, ("vit",)),
+    Mutant("vit_tokens_frozen", "LN statistics constant in ViT", _FrozenStatistics, _LN_BACK, ("vit",)),
     Mutant("part_per_thousand", "gamma's gradient off by 0.1%", _PartPerThousand, ("batchnorm gradient",)),
 )
 

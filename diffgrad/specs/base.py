@@ -62,6 +62,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if getattr(self, field) < low:
             raise CaseError(f"{self.kind}.{field} = {getattr(self, field)}: must be at least {low}")
 
+    def at_most(self, field: str, high: int) -> None:
+        """Raise CaseError unless ``field`` is at most ``high``."""
+        if getattr(self, field) > high:
+            raise CaseError(f"{self.kind}.{field} = {getattr(self, field)}: must be at most {high}")
+
     def odd(self, field: str, absent: bool = False) -> None:
         """Raise CaseError unless ``field`` is an odd kernel size, or 0 where the convolution may be absent."""
         k = getattr(self, field)

@@ -162,6 +162,8 @@ class ConvNeXtNetSpec(MapSpec, frozen=True, kw_only=True, tag="convnext_net"):
             )
         if min(*self.depths, *self.widths) < 1:
             raise CaseError(f"convnext_net.depths = {list(self.depths)}, widths = {list(self.widths)}: at least 1 each")
+        if max(self.depths) > 1000:
+            raise CaseError(f"convnext_net.depths = {list(self.depths)}: must be at most 1000 each")
         least = self.patch * 2 ** (len(self.depths) - 1)
         for field in ("h", "w"):
             if getattr(self, field) < least:

@@ -16,6 +16,10 @@ Core = Literal["composed", "fused", "fused_math"]
 link; ``fused_math`` asks for the reference implementation of a framework that has several."""
 
 
+DEEPEST = 1000
+"""Blocks in series; every real net has fewer."""
+
+
 class Sites(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The two drop sites of an encoder block: after the attention's output projection, and after the second dense."""
 
@@ -103,6 +107,7 @@ class TowerSpec(_TokenSpec, frozen=True, kw_only=True, tag="tower"):
     def check(self) -> None:
         super().check()
         self.at_least("depth", 1)
+        self.at_most("depth", DEEPEST)
         if self.drops and len(self.drops) != self.depth:
             raise CaseError(
                 f"{self.kind}.drops has sites for {len(self.drops)} blocks: must be empty or have {self.depth}"
@@ -241,6 +246,7 @@ class VitSpec(MapSpec, frozen=True, kw_only=True, tag="vit"):
         for field in ("image", "p", "heads", "head_dim", "mlp", "depth"):
             self.at_least(field, 1)
         self.at_least("classes", 2)
+        self.at_most("depth", DEEPEST)
         self.at_least("h", self.p)
         self.at_least("w", self.p)
         check_alpha(self.kind, self.alpha)
