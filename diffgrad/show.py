@@ -46,6 +46,16 @@ def fuzzing(seconds: float) -> Iterator[Callable[[Tally], None]]:
         yield update
 
 
+def _lossy(result: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Runs whose first fault a cheaper algorithm explains: verdict -> framework -> how many."""
+    out: dict[str, dict[str, int]] = {}
+    for name, stats in result["adapters"].items():
+        for verdict, count in stats["verdicts"].items():
+            if verdict.startswith("lossy"):
+                out.setdefault(verdict, {})[name] = count
+    return dict(sorted(out.items()))
+
+
 def fuzz(result: Mapping[str, Any], abouts: Mapping[str, About], interrupted: bool) -> None:
     """The end of a campaign, for someone who sees it for the first time."""
     table = Table(box=None, pad_edge=False)
@@ -75,6 +85,9 @@ def fuzz(result: Mapping[str, Any], abouts: Mapping[str, About], interrupted: bo
     )
     for reason, count in sorted(result["unsupported"].items()):
         _out.print(f"not run, {count}x: {escape(reason)}")
+    lossy = _lossy(result)
+    for model, counts in lossy.items():
+        _out.print(f"{model}, {sum(counts.values())}x: " + ", ".join(f"{n} in {name}" for name, n in counts.items()))
     for row in result["unconfirmed"]:
         _out.print(f"not confirmed ({row['reason']}): {escape(row['sentence'])}")
     for row in result["known_findings"]:
@@ -90,7 +103,8 @@ def fuzz(result: Mapping[str, Any], abouts: Mapping[str, About], interrupted: bo
     elif result["known_findings"]:
         _out.print("[bold green]Nothing new[/]: every fault seen is in the corpus already.")
     elif result["cases"]:
-        _out.print("[bold green]No fault found[/]: every link of every run lies within its derived error bar.")
+        bars = "its derived error bar" + (", or within that of a named cheaper algorithm" if lossy else "")
+        _out.print(f"[bold green]No fault found[/]: every link of every run lies within {bars}.")
     _out.print(f"Again with the same cases: --seed {result['seed']}")
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from typer.testing import CliRunner
 from diffgrad import __version__, certify, cli, show
 from diffgrad.adapters.numpy import NumpyAdapter
 from diffgrad.adapters.registry import ADAPTERS
+from diffgrad.campaign import Tally, summary
 from diffgrad.certify import OPS, Certificate
 from diffgrad.chains import CHAINS
 from diffgrad.corpus import Corpus
 from diffgrad.mutants import MUTANTS, Mutant, hunt
-from diffgrad.worker import InProcess
+from diffgrad.worker import About, InProcess
 from tests.helpers import NET, ROOT, UIB, entry
 
 COMMANDS = [command.callback.__name__ for command in cli.app.registered_commands if command.callback]
@@ -169,6 +171,19 @@ def test_a_clean_campaign_exits_0(diffgrad: Run, tmp_path: Path) -> None:
     assert ran.json["total_cpu_s"] > ran.json["framework_cpu_s"]["numpy"] > 0
     assert "No fault found: every link of every run lies within its derived error bar." in ran.out
     assert ran.out.endswith("Again with the same cases: --seed 1\n")
+
+
+def test_a_cheaper_algorithm_is_counted_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verdicts = {"torch": Counter({"lossy:bf16_result": 2, "ok": 1}), "jax": Counter({"lossy:bf16_result": 1, "ok": 2})}
+    tally = Tally(cases=3, verdicts=verdicts)
+    show.fuzz(
+        {"seed": 1, **summary(tally, Corpus(tmp_path))},
+        {name: About({name: "1.0"}, ("cpu",), "eager") for name in verdicts},
+        interrupted=False,
+    )
+    out = " ".join(capsys.readouterr().out.split())
+    assert "lossy:bf16_result, 3x: 2 in torch, 1 in jax" in out
+    assert "within its derived error bar, or within that of a named cheaper algorithm." in out
 
 
 def test_findings_exit_1_once_and_0_when_they_are_known(

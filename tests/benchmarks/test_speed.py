@@ -87,7 +87,7 @@ def test_a_campaign_cold_and_warm(
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(("net", "batch"), [("mobilenetv4_conv_m", 8), ("convnext_t", 4)])
+@pytest.mark.parametrize(("net", "batch"), [("mobilenetv4_conv_m", 8), ("convnext_t", 4), ("vit_tiny", 4)])
 def test_a_whole_net(net: str, batch: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Wall time and peak memory (all processes together) of ``diffgrad tie`` in the three frameworks."""
     started, peak = time.monotonic(), 0
