@@ -6,6 +6,7 @@ from it, so widths that disagree with their row cannot be built.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -133,6 +134,18 @@ class MapSpec(Spec, frozen=True, kw_only=True):
         super().check()
         self.at_least("h", 1)
         self.at_least("w", 1)
+
+
+Blocks = tuple[tuple[str, Spec], ...]
+"""The parts of a net in forward order: the prefix of a part's names, and its spec."""
+
+DEEPEST = 1000
+"""Blocks in series; every real net has fewer."""
+
+
+def prefixed(blocks: Blocks, of: Callable[[Spec], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The tensors of all of a net's parts, named as in the net."""
+    return tuple(t._replace(name=prefix + t.name) for prefix, block in blocks for t in of(block))
 
 
 def bn_pair(stem: str, channels: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from diffgrad.specs.base import CaseError, Drop, MapSpec, Spec, Tensor, check_drop
+from diffgrad.specs.base import DEEPEST, CaseError, Drop, MapSpec, Spec, Tensor, check_drop, prefixed
 
 Norm = Literal["channel", "scalar"]
 """LayerNorm over C at each position (the real ConvNeXt), or over the whole map with one gamma, beta (document 004)."""
@@ -162,8 +162,8 @@ class ConvNeXtNetSpec(MapSpec, frozen=True, kw_only=True, tag="convnext_net"):
             )
         if min(*self.depths, *self.widths) < 1:
             raise CaseError(f"convnext_net.depths = {list(self.depths)}, widths = {list(self.widths)}: at least 1 each")
-        if max(self.depths) > 1000:
-            raise CaseError(f"convnext_net.depths = {list(self.depths)}: must be at most 1000 each")
+        if max(self.depths) > DEEPEST:
+            raise CaseError(f"convnext_net.depths = {list(self.depths)}: must be at most {DEEPEST} each")
         least = self.patch * 2 ** (len(self.depths) - 1)
         for field in ("h", "w"):
             if getattr(self, field) < least:
@@ -197,7 +197,7 @@ class ConvNeXtNetSpec(MapSpec, frozen=True, kw_only=True, tag="convnext_net"):
         return ()
 
     def parameters(self) -> tuple[Tensor, ...]:
-        return tuple(t._replace(name=prefix + t.name) for prefix, b in self.blocks() for t in b.parameters())
+        return prefixed(self.blocks(), lambda block: block.parameters())
 
     def constants(self) -> tuple[Tensor, ...]:
         return (Tensor("target", (self.n, self.classes), "target"),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from diffgrad.specs.base import CaseError, MapSpec, Spec, Tensor
+from diffgrad.specs.base import CaseError, MapSpec, Spec, Tensor, prefixed
 from diffgrad.specs.mobilenetv4 import FusedSpec, HeadSpec, StemSpec, UibSpec, UibStridedSpec, halved
 
 
@@ -131,7 +131,7 @@ class MobileNetV4Spec(MapSpec, frozen=True, kw_only=True, tag="mobilenetv4"):
         return ()
 
     def parameters(self) -> tuple[Tensor, ...]:
-        return tuple(t._replace(name=prefix + t.name) for prefix, b in self.blocks() for t in b.parameters())
+        return prefixed(self.blocks(), lambda block: block.parameters())
 
     def constants(self) -> tuple[Tensor, ...]:
         return (Tensor("target", (self.n, self.classes), "target"),)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from diffgrad.specs.base import CaseError, Drop, MapSpec, Spec, Tensor, check_drop
+from diffgrad.specs.base import DEEPEST, Blocks, CaseError, Drop, MapSpec, Spec, Tensor, check_drop, prefixed
 
 TokenNorm = Literal["vector", "scalar"]
 """LayerNorm over each token's D numbers, with gamma and beta per number or one of each."""
@@ -14,10 +14,6 @@ TokenNorm = Literal["vector", "scalar"]
 Core = Literal["composed", "fused", "fused_math"]
 """The attention core from primitives, with every inner site tapped, or the framework's own fused attention as one
 link; ``fused_math`` asks for the reference implementation of a framework that has several."""
-
-
-DEEPEST = 1000
-"""Blocks in series; every real net has fewer."""
 
 
 class Sites(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,15 +103,11 @@ class TowerSpec(_TokenSpec, frozen=True, kw_only=True, tag="tower"):
     def check(self) -> None:
         super().check()
         self.at_least("depth", 1)
-        self.at_most("depth", DEEPEST)
-        if self.drops and len(self.drops) != self.depth:
-            raise CaseError(
-                f"{self.kind}.drops has sites for {len(self.drops)} blocks: must be empty or have {self.depth}"
-            )
+        _check_tower(self)
         for _, block in self.blocks():
             block.check()
 
-    def blocks(self) -> tuple[tuple[str, Spec], ...]:
+    def blocks(self) -> Blocks:
         """(prefix of its names, spec) of every block in forward order."""
         return _encoders(self, self.n, self.t, self.drops)
 
@@ -124,10 +116,10 @@ class TowerSpec(_TokenSpec, frozen=True, kw_only=True, tag="tower"):
         return tuple(f"b{i}out" for i in range(1, self.depth))
 
     def parameters(self) -> tuple[Tensor, ...]:
-        return tuple(t._replace(name=prefix + t.name) for prefix, b in self.blocks() for t in b.parameters())
+        return prefixed(self.blocks(), lambda block: block.parameters())
 
     def constants(self) -> tuple[Tensor, ...]:
-        return tuple(t._replace(name=prefix + t.name) for prefix, b in self.blocks() for t in b.constants())
+        return prefixed(self.blocks(), lambda block: block.constants())
 
     def scales(self, name: str) -> tuple[float, ...]:
         return _scales(self.blocks(), name)
@@ -246,12 +238,10 @@ class VitSpec(MapSpec, frozen=True, kw_only=True, tag="vit"):
         for field in ("image", "p", "heads", "head_dim", "mlp", "depth"):
             self.at_least(field, 1)
         self.at_least("classes", 2)
-        self.at_most("depth", DEEPEST)
         self.at_least("h", self.p)
         self.at_least("w", self.p)
         check_alpha(self.kind, self.alpha)
-        if self.drops and len(self.drops) != self.depth:
-            raise CaseError(f"vit.drops has sites for {len(self.drops)} blocks: must be empty or have {self.depth}")
+        _check_tower(self)
         for _, block in self.blocks():
             block.check()
 
@@ -260,7 +250,7 @@ class VitSpec(MapSpec, frozen=True, kw_only=True, tag="vit"):
         """Width of a token."""
         return self.heads * self.head_dim
 
-    def blocks(self) -> tuple[tuple[str, Spec], ...]:
+    def blocks(self) -> Blocks:
         """(prefix of its names, spec) of every part in order: patch embedding, blocks b1, b2 ..., head."""
         embed = PatchEmbedSpec(
             n=self.n,
@@ -286,10 +276,10 @@ class VitSpec(MapSpec, frozen=True, kw_only=True, tag="vit"):
         return ()
 
     def parameters(self) -> tuple[Tensor, ...]:
-        return tuple(t._replace(name=prefix + t.name) for prefix, b in self.blocks() for t in b.parameters())
+        return prefixed(self.blocks(), lambda block: block.parameters())
 
     def constants(self) -> tuple[Tensor, ...]:
-        sites = (t._replace(name=prefix + t.name) for prefix, b in self.blocks() for t in b.constants())
+        sites = prefixed(self.blocks(), lambda block: block.constants())
         return (*sites, Tensor("target", (self.n, self.classes), "target"))
 
     def scales(self, name: str) -> tuple[float, ...]:
@@ -299,7 +289,14 @@ class VitSpec(MapSpec, frozen=True, kw_only=True, tag="vit"):
         return self.alpha, False
 
 
-def _encoders(spec: TowerSpec | VitSpec, n: int, t: int, drops: tuple[Sites, ...]) -> tuple[tuple[str, Spec], ...]:
+def _check_tower(spec: TowerSpec | VitSpec) -> None:
+    """Raise CaseError for a tower that is too deep, or whose drop sites do not fit its depth."""
+    spec.at_most("depth", DEEPEST)
+    if spec.drops and len(spec.drops) != spec.depth:
+        raise CaseError(f"{spec.kind}.drops has sites for {len(spec.drops)} blocks: must be empty or have {spec.depth}")
+
+
+def _encoders(spec: TowerSpec | VitSpec, n: int, t: int, drops: tuple[Sites, ...]) -> Blocks:
     block = EncoderSpec(
         n=n,
         t=t,
@@ -319,7 +316,7 @@ def _encoders(spec: TowerSpec | VitSpec, n: int, t: int, drops: tuple[Sites, ...
     )
 
 
-def _scales(blocks: tuple[tuple[str, Spec], ...], name: str) -> tuple[float, ...]:
+def _scales(blocks: Blocks, name: str) -> tuple[float, ...]:
     for prefix, block in blocks:
         if prefix and name in {prefix + t.name for t in block.constants()}:
             return block.scales(name.removeprefix(prefix))
