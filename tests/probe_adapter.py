@@ -47,7 +47,7 @@ def probe(name: str) -> Probe:
                 try:
                     adapter.trace(case, case.tensors())
                     said = ""
-                except Exception as e:
+                except Exception as e:  # what the framework says when it refuses is what the test asks for
                     said = f"{type(e).__name__}: {e}"
                 refusals.append(Refusal(row.reason, case.to_json().decode(), said))
     ran = {}
