@@ -1,4 +1,4 @@
-"""Canonical layout to and from channels-last, for the adapters whose framework prefers it."""
+"""Canonical layout to and from channels-last, and the buffers that a case's tensors are views of."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from diffgrad.how import Memory
 from diffgrad.specs import Spec
 from diffgrad.trace import Arrays
 
@@ -21,6 +22,28 @@ def from_nhwc(spec: Spec, tensors: Arrays) -> Arrays:
     """The inverse of to_nhwc."""
     kernels = spec.kernels()
     return {k: _back(v, k in kernels, k.endswith(_SQUARE)) for k, v in tensors.items()}
+
+
+def buffer_of(v: NDArray[Any], memory: Memory) -> NDArray[Any]:
+    """The contiguous buffer that ``v`` is to be a view of; what the view leaves out is NaN, so that a read of it shows.
+
+    ``step``: ``v = buffer[..., ::2]``. ``transposed``: ``v = buffer.T``, all axes reversed. ``offset``: flat, and
+    ``v = buffer[1:].reshape(v.shape)``. ``expanded``: ``v = broadcast_to(buffer, v.shape)``, size 1 along axis 0 (the
+    case's values are already the same there). Scalars are their own buffer.
+    """
+    if v.ndim == 0 or not memory:
+        return np.asarray(v, order="C")
+    match memory:
+        case "step":
+            buffer = np.full((*v.shape[:-1], 2 * v.shape[-1]), np.nan, v.dtype)
+            buffer[..., ::2] = v
+            return buffer
+        case "transposed":
+            return np.ascontiguousarray(v.T)
+        case "offset":
+            return np.concatenate((np.full(1, np.nan, v.dtype), v.reshape(-1)))
+        case "expanded":
+            return np.ascontiguousarray(v[:1])
 
 
 # Attention's matrices, [N,heads,T,T] in every framework.

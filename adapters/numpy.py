@@ -1,37 +1,41 @@
 """NumPy: the same-precision reference, a small reverse-mode tape of its own. Also the fastest way to test the checker.
 
-Every operation rounds in the case's dtype, as a plain framework would. The planted faults of ``diffgrad mutants`` are
-subclasses of this adapter.
+Every operation rounds in the case's dtype, as a plain framework would; in a 16-bit one it sums in float32. The planted
+faults of ``diffgrad mutants`` are subclasses of this adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
-import ml_dtypes
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
-from scipy.special import erf
 
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap
+from diffgrad.adapters.numpy_ops import Primitives
+from diffgrad.adapters.numpy_tape import Floats, Var, backward, leaf
 from diffgrad.case import Case
 from diffgrad.specs import (
-    EPS,
+    ActivationOpSpec,
+    AttentionCoreOpSpec,
     AttentionSpec,
+    BatchNormOpSpec,
     ConvNeXtDownSpec,
     ConvNeXtHeadSpec,
     ConvNeXtNetSpec,
     ConvNeXtSpec,
     ConvNeXtStemSpec,
+    ConvOpSpec,
+    DenseOpSpec,
+    DropPathOpSpec,
     EncoderSpec,
     FusedSpec,
     HeadSpec,
+    LayerNormOpSpec,
+    LayerScaleOpSpec,
     LossSpec,
     MobileNetV4Spec,
     PatchEmbedSpec,
+    PoolOpSpec,
+    SoftmaxOpSpec,
+    Spec,
     StemSpec,
     TowerSpec,
     UibSpec,
@@ -39,46 +43,15 @@ from diffgrad.specs import (
     VitHeadSpec,
     VitSpec,
 )
-from diffgrad.specs.vit import TokenNorm
 from diffgrad.trace import Arrays, Trace
 
-Floats = NDArray[Any]
+__all__ = ["AnyUib", "Floats", "NumpyAdapter", "Var", "adapter", "backward"]
+
 AnyUib = UibSpec | UibStridedSpec
 
 
-@dataclass(eq=False)
-class Var:
-    """A value on the tape: its parents, and the map from its cotangent to theirs."""
-
-    value: Floats
-    parents: tuple[Var, ...] = ()
-    pull: Callable[[Floats], tuple[Floats, ...]] = lambda dy: ()
-    cot: Floats | None = field(default=None)
-
-
-def backward(out: Var, dy: Floats) -> None:
-    """Accumulate cotangents from ``out`` to everything it depends on."""
-    order: list[Var] = []
-    seen: set[int] = set()
-
-    def visit(v: Var) -> None:
-        if id(v) not in seen:
-            seen.add(id(v))
-            for parent in v.parents:
-                visit(parent)
-            order.append(v)
-
-    visit(out)
-    out.cot = dy
-    for v in reversed(order):
-        if v.cot is None:
-            continue
-        for parent, g in zip(v.parents, v.pull(v.cot), strict=True):
-            parent.cot = g if parent.cot is None else parent.cot + g
-
-
-class NumpyAdapter(Adapter):
-    """NumPy in the case's dtype. Each primitive is a method, so that a planted fault can replace it."""
+class NumpyAdapter(Primitives, Adapter):
+    """NumPy in the case's dtype."""
 
     name = "numpy"
     mode = "eager"
@@ -88,29 +61,43 @@ class NumpyAdapter(Adapter):
 
     def trace(self, case: Case, tensors: Arrays) -> tuple[Trace, float]:
         spec = case.block
-        t = {name: Var(v) for name, v in tensors.items()}
+        with Stopwatch() as clock, np.errstate(all="ignore"):
+            t, sites, out = self.tape(spec, tensors)
+            own = [p.name for p in spec.parameters()]
+            grads = {s: t[s].delivered(g) for s in own if (g := t[s].cot) is not None}
+            x = spec.input().name
+            nodes = sites | ({x: t[x]} if x in spec.differentiated() else {})
+            trace = Trace(
+                acts={s: v.delivered(v.value) for s, v in (sites | {"out": out}).items()},
+                cots={s: v.delivered(v.cot) for s, v in nodes.items() if v.cot is not None},
+                grads=grads,
+                updates={s: self.update(t[s], case.lr) for s in grads} if case.lr else {},
+                bare=self.bare(spec, tensors) if case.how.bare else {},
+            )
+        return trace, clock.seconds
+
+    def tape(self, spec: Spec, tensors: Arrays) -> tuple[dict[str, Var], dict[str, Var], Var]:
+        """Forward and backward: the given tensors, the tapped sites and the output, with their cotangents."""
+        t = {name: leaf(v) for name, v in tensors.items()}
         sites: dict[str, Var] = {}
 
         def tap(site: str, v: Var) -> Var:
             sites[site] = v
             return v
 
-        with Stopwatch() as clock, np.errstate(all="ignore"):
-            out = self.block(spec)(spec, t, tap)
-            backward(out, tensors["dy"])
-        x = spec.input().name
-        inputs = {x: t[x]} if x in spec.differentiated() else {}
-        nodes = {s: v.cot for s, v in (sites | inputs).items()}
-        grads = {p.name: t[p.name].cot for p in spec.parameters()}
-        return (
-            Trace(
-                acts={s: v.value for s, v in sites.items()} | {"out": out.value},
-                cots={s: g for s, g in nodes.items() if g is not None},
-                grads={s: g for s, g in grads.items() if g is not None},
-                updates={s: self.step(tensors[s], g, case.lr) for s, g in grads.items() if g is not None and case.lr},
-            ),
-            clock.seconds,
-        )
+        out = self.block(spec)(spec, t, tap)
+        backward(out, t["dy"].value)
+        return t, sites, out
+
+    def bare(self, spec: Spec, tensors: Arrays) -> Arrays:
+        """Once more, with nothing but the ends: there is nothing here that a tap could disturb."""
+        t, _, out = self.tape(spec, tensors)
+        ends = {s: t[s].delivered(g) for s in spec.differentiated() if (g := t[s].cot) is not None}
+        return {"out": out.delivered(out.value), **ends}
+
+    def update(self, theta: Var, lr: float) -> Floats:
+        """A parameter after the step along its gradient."""
+        return theta.delivered(self.step(theta.value, np.asarray(theta.cot), lr))
 
     def uib(self, b: UibSpec, t: dict[str, Var], tap: Tap) -> Var:
         """Universal inverted bottleneck, stride 1."""
@@ -288,279 +275,55 @@ class NumpyAdapter(Adapter):
         """The smoothed cross entropy alone."""
         return self.cross_entropy(t["x"], t["target"].value)
 
+    def op_conv(self, b: ConvOpSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """A convolution alone."""
+        padding = b.pads if b.padding == "explicit" else b.padding
+        v = (self.depthwise if b.depthwise else self.conv)(t["x"], t["W"], b.stride, padding)
+        return self.bias(v, t["b"]) if b.bias else v
+
+    def op_bn(self, b: BatchNormOpSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """A batch norm alone."""
+        return self.bn(t["x"], t["g"], t["bt"])
+
+    def op_ln(self, b: LayerNormOpSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """A layer norm of tokens alone."""
+        return self.token_norm(t["x"], t["g"], t["bt"], b.norm)
+
+    def op_act(self, b: ActivationOpSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """An activation alone."""
+        if b.act in ("gelu_tanh", "gelu_erf"):
+            return self.gelu(t["x"], b.act)
+        plain = {"relu": self.relu, "relu6": self.relu6, "swish": self.swish}
+        return plain[b.act](t["x"])
+
+    def op_dense(self, b: DenseOpSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """A dense layer alone."""
+        return self.dense(t["x"], t["W"], t["b"])
+
+    def op_pool(self, b: PoolOpSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """A global average pooling alone."""
+        return self.gap(t["x"])
+
+    def op_scale(self, b: LayerScaleOpSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """A layer scale alone."""
+        return self.layer_scale(t["x"], t["g"])
+
+    def op_drop(self, b: DropPathOpSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """A drop site alone."""
+        return self.scale(t["x"], t["drop"].value)
+
+    def op_softmax(self, b: SoftmaxOpSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """A softmax of rows alone."""
+        return self.softmax(t["x"])
+
+    def op_sdpa(self, b: AttentionCoreOpSpec, t: dict[str, Var], tap: Tap) -> Var:
+        """An attention core alone, on q (the input), k and v."""
+        p = self.softmax(self.scores(t["x"], t["k"], b.heads))
+        return self.weighted(p, t["v"], b.heads)
+
     def step(self, theta: Floats, gradient: Floats, lr: float) -> Floats:
         """Plain SGD."""
         return np.asarray(theta - theta.dtype.type(lr) * gradient)
-
-    # Primitives: value, parents, and the pull-back in the same precision.
-
-    def copy(self, x: Var) -> Var:
-        return Var(x.value, (x,), lambda dy: (dy,))
-
-    def add(self, a: Var, b: Var) -> Var:
-        return Var(a.value + b.value, (a, b), lambda dy: (dy, dy))
-
-    def scale(self, x: Var, a: Floats) -> Var:
-        """One factor per example."""
-        s = a.reshape(-1, *(1,) * (x.value.ndim - 1))
-        return Var(x.value * s, (x,), lambda dy: (dy * s,))
-
-    def relu(self, x: Var) -> Var:
-        mask = x.value > 0
-        return Var(np.where(mask, x.value, x.value.dtype.type(0)), (x,), lambda dy: (dy * mask,))
-
-    def swish(self, x: Var) -> Var:
-        s = 1 / (1 + np.exp(-x.value))
-        return Var(x.value * s, (x,), lambda dy: (dy * (s * (1 + x.value * (1 - s))),))
-
-    def gap(self, x: Var) -> Var:
-        """Mean over the map, dimensions kept."""
-        shape, size = x.value.shape, x.value.dtype.type(x.value.shape[2] * x.value.shape[3])
-        mean = x.value.mean((2, 3), keepdims=True)
-        return Var(mean, (x,), lambda dy: (np.broadcast_to(dy / size, shape),))
-
-    def flatten(self, x: Var) -> Var:
-        return Var(x.value.reshape(len(x.value), -1), (x,), lambda dy: (dy.reshape(x.value.shape),))
-
-    def dense(self, x: Var, w: Var, b: Var, bf16: bool = False) -> Var:
-        """Over the last axis; with the flag, every product takes rounded operands."""
-        low, kernel = self.operand(x.value, bf16), self.operand(w.value, bf16)
-
-        def pull(dy: Floats) -> tuple[Floats, Floats, Floats]:
-            d = self.operand(dy, bf16)
-            dw = low.reshape(-1, low.shape[-1]).T @ d.reshape(-1, d.shape[-1])
-            return d @ kernel.T, self.weight_sum(dw, len(dy)), dy.reshape(-1, dy.shape[-1]).sum(0)
-
-        return Var(low @ kernel + b.value, (x, w, b), pull)
-
-    def operand(self, v: Floats, bf16: bool) -> Floats:
-        """What a product reads: rounded to bfloat16 with the flag, else as it is."""
-        return v.astype(ml_dtypes.bfloat16).astype(v.dtype) if bf16 else v
-
-    def scores(self, q: Var, k: Var, heads: int, bf16: bool = False) -> Var:
-        """Q*K^T/sqrt(d) of each head."""
-        a, b = (self.slabs(self.operand(v.value, bf16), heads) for v in (q, k))
-        factor = q.value.dtype.type(1 / np.sqrt(self.scaled_by(a)))
-
-        def pull(ds: Floats) -> tuple[Floats, Floats]:
-            d = self.operand(ds, bf16)
-            return self.join_heads(d @ b) * factor, self.join_heads(d.swapaxes(2, 3) @ a) * factor
-
-        return Var(a @ b.swapaxes(2, 3) * factor, (q, k), pull)
-
-    def scaled_by(self, slabs: Floats) -> int:
-        """The head's width, whose root divides the scores."""
-        return int(slabs.shape[-1])
-
-    def softmax(self, z: Var, axis: int = -1) -> Var:
-        """Softmax of every row."""
-        powers = np.exp(z.value - z.value.max(axis, keepdims=True))
-        p = powers / powers.sum(axis, keepdims=True)
-        return Var(p, (z,), lambda dp: (self.softmax_back(p, dp, axis),))
-
-    def softmax_back(self, p: Floats, dp: Floats, axis: int) -> Floats:
-        return np.asarray(p * (dp - (p * dp).sum(axis, keepdims=True)))
-
-    def weighted(self, p: Var, v: Var, heads: int, bf16: bool = False) -> Var:
-        """P*V of each head, heads side by side."""
-        a, b = self.operand(p.value, bf16), self.slabs(self.operand(v.value, bf16), heads)
-
-        def pull(do: Floats) -> tuple[Floats, Floats]:
-            d = self.heads(self.operand(do, bf16), heads)
-            return d @ b.swapaxes(2, 3), self.join_heads(a.swapaxes(2, 3) @ d)
-
-        return Var(self.join_heads(a @ b), (p, v), pull)
-
-    def slabs(self, v: Floats, heads: int) -> Floats:
-        """The slab of each head, [N,T,D] -> [N,heads,T,d], of what a core reads."""
-        return self.heads(v, heads)
-
-    def heads(self, v: Floats, heads: int) -> Floats:
-        n, t, width = v.shape
-        return v.reshape(n, t, heads, width // heads).swapaxes(1, 2)
-
-    def join_heads(self, v: Floats) -> Floats:
-        """[N,heads,T,d] -> [N,T,D]"""
-        n, heads, t, d = v.shape
-        return v.swapaxes(1, 2).reshape(n, t, heads * d)
-
-    def token_norm(self, x: Var, g: Var, b: Var, norm: TokenNorm) -> Var:
-        """Layer norm of each token."""
-        return self.norm(x, g, b, (2,), (0, 1) if norm == "vector" else (0, 1, 2))
-
-    def prepend(self, x: Var, cls: Var) -> Var:
-        """Patches in a row behind the cls token."""
-        n, d = x.value.shape[:2]
-        patches = x.value.reshape(n, d, -1).swapaxes(1, 2)
-        tokens = np.concatenate((np.broadcast_to(cls.value, (n, 1, d)), patches), axis=1)
-        return Var(tokens, (x, cls), lambda dy: (dy[:, 1:].swapaxes(1, 2).reshape(x.value.shape), self.cls_node(dy)))
-
-    def cls_node(self, dy: Floats) -> Floats:
-        return np.asarray(dy[:, 0].sum(0))
-
-    def position(self, x: Var, pos: Var) -> Var:
-        """A position for every token."""
-        return Var(x.value + pos.value, (x, pos), lambda dy: (dy, dy.sum(0)))
-
-    def cls_slice(self, x: Var) -> Var:
-        """Token 0; backward, the patch rows get nothing."""
-
-        def pull(dy: Floats) -> tuple[Floats]:
-            dx = np.zeros_like(x.value)
-            dx[:, 0] = dy
-            return (dx,)
-
-        return Var(x.value[:, 0], (x,), pull)
-
-    def cross_entropy(self, z: Var, t: Floats) -> Var:
-        """Smoothed cross entropy, averaged over the batch."""
-        shifted = z.value - z.value.max(-1, keepdims=True)
-        powers = np.exp(shifted)
-        norm = powers.sum(-1, keepdims=True)
-        loss = -(t * (shifted - np.log(norm))).sum() / z.value.dtype.type(len(t))
-        return Var(np.asarray(loss), (z,), lambda dy: (self.loss_back(powers / norm, t) * dy,))
-
-    def loss_back(self, p: Floats, t: Floats) -> Floats:
-        """Cotangent at the logits."""
-        return np.asarray((p - t) / p.dtype.type(len(t)))
-
-    def conv(self, x: Var, w: Var, stride: int = 1, padding: str = "symmetric", bf16: bool = False) -> Var:
-        """By gathered patches [N,C,H',W',kH,kW]; ``x`` is zero-padded first."""
-        window = Window(x.value.shape, w.value.shape, stride, padding)
-        patches, kernel = window.patches(self.operand(x.value, bf16)), self.operand(w.value, bf16)
-
-        def pull(dy: Floats) -> tuple[Floats, Floats]:
-            d = self.operand(dy, bf16)
-            dx = window.scatter(np.einsum("nohw,ocab->nchwab", d, kernel))
-            return dx, self.weight_sum(np.einsum("nchwab,nohw->ocab", patches, d, optimize=True), len(dy))
-
-        return Var(np.einsum("nchwab,ocab->nohw", patches, kernel, optimize=True), (x, w), pull)
-
-    def depthwise(self, x: Var, w: Var, stride: int = 1, padding: str = "symmetric") -> Var:
-        """One kernel per channel."""
-        window = Window(x.value.shape, w.value.shape, stride, padding)
-        patches, kernel = window.patches(x.value), w.value[:, 0]
-
-        def pull(dy: Floats) -> tuple[Floats, Floats]:
-            dx = window.scatter(np.einsum("nchw,cab->nchwab", dy, kernel))
-            return dx, self.weight_sum(np.einsum("nchwab,nchw->cab", patches, dy)[:, None], len(dy))
-
-        return Var(np.einsum("nchwab,cab->nchw", patches, kernel), (x, w), pull)
-
-    def weight_sum(self, dw: Floats, batch: int) -> Floats:
-        """A kernel's gradient is the *sum* over the batch."""
-        return dw
-
-    def bias(self, x: Var, b: Var) -> Var:
-        """One number per channel."""
-        return Var(x.value + b.value[:, None, None], (x, b), lambda dy: (dy, dy.sum((0, 2, 3))))
-
-    def layer_scale(self, x: Var, g: Var) -> Var:
-        """gamma per channel or per element of the map."""
-        shared = (0, 2, 3) if g.value.ndim == 1 else (0,)
-        scale = g.value[:, None, None] if g.value.ndim == 1 else g.value
-        return Var(x.value * scale, (x, g), lambda dy: (self.scale_back(dy, scale), (dy * x.value).sum(shared)))
-
-    def scale_back(self, dy: Floats, scale: Floats) -> Floats:
-        return np.asarray(dy * scale)
-
-    def gelu(self, x: Var, form: str) -> Var:
-        """The tanh or the erf form."""
-        v = x.value
-        real = v.dtype.type
-        if form == "gelu_tanh":
-            k, a = real(np.sqrt(2 / np.pi)), real(0.044715)
-            t = np.tanh(k * (v + a * v * v * v))
-            slope = (1 + t) / 2 + v / 2 * (1 - t * t) * k * (1 + 3 * a * v * v)
-        else:
-            t = erf(v / real(np.sqrt(2)))
-            slope = (1 + t) / 2 + v * np.exp(-v * v / 2) / real(np.sqrt(2 * np.pi))
-        return Var(v / 2 * (1 + t), (x,), lambda dy: (dy * slope,))
-
-    def bn(self, x: Var, g: Var, b: Var) -> Var:
-        """Batch norm with live statistics: over everything but the channel."""
-        return self.norm(x, g, b, (0, 2, 3), (0, 2, 3))
-
-    def ln(self, x: Var, g: Var, b: Var, kind: str) -> Var:
-        """Layer norm of one example: over the channels, or over the whole map with one gamma and beta."""
-        if kind == "channel":
-            return self.norm(x, g, b, (1,), (0, 2, 3))
-        return self.norm(x, g, b, (1, 2, 3), (0, 1, 2, 3))
-
-    def norm(self, x: Var, g: Var, b: Var, axes: tuple[int, ...], shared: tuple[int, ...]) -> Var:
-        """Mean, then the mean square of the centred values, over ``axes``; gamma is the same along ``shared``."""
-        centred = x.value - x.value.mean(axes, keepdims=True)
-        inv_std = self.inverse_root(self.variance(centred, axes))
-        normed = centred * inv_std
-        spread = (-1, 1, 1) if x.value.ndim == 4 else (-1,)
-        gain, shift = g.value.reshape(spread), b.value.reshape(spread)
-
-        def pull(dy: Floats) -> tuple[Floats, Floats, Floats]:
-            dx = self.bn_back(gain * dy, normed, inv_std, axes)
-            gamma, beta = self.bn_nodes(dy, dx, normed, shared)
-            return dx, gamma.reshape(g.value.shape), beta.reshape(b.value.shape)
-
-        return Var(gain * normed + shift, (x, g, b), pull)
-
-    def variance(self, centred: Floats, axes: tuple[int, ...]) -> Floats:
-        return np.asarray(np.mean(centred * centred, axes, keepdims=True))
-
-    def inverse_root(self, variance: Floats) -> Floats:
-        return np.asarray(1 / np.sqrt(variance + variance.dtype.type(EPS)))
-
-    def bn_back(self, d: Floats, normed: Floats, inv_std: Floats, axes: tuple[int, ...]) -> Floats:
-        """Cotangent at the norm's input, for d = gamma * dy."""
-        along = (normed * d).mean(axes, keepdims=True)
-        return np.asarray(inv_std * (d - d.mean(axes, keepdims=True) - normed * along))
-
-    def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats, shared: tuple[int, ...]) -> tuple[Floats, Floats]:
-        """Gradients of gamma and beta, from the cotangent at the norm's *output*."""
-        return (dy * normed).sum(shared), dy.sum(shared)
-
-
-class Window:
-    """Where a convolution's taps lie: low padding, output size, and the way there and back."""
-
-    def __init__(self, x: tuple[int, ...], w: tuple[int, ...], stride: int, padding: str) -> None:
-        self.shape, self.kernel, self.stride = x, w[2:], stride
-        self.low, self.out = [], []
-        for size, k in zip(x[2:], self.kernel, strict=True):
-            if padding == "xla_same":
-                out = -(-size // stride)
-                low = max((out - 1) * stride + k - size, 0) // 2
-            else:
-                low = k // 2 if padding == "symmetric" else 0
-                out = (size + 2 * low - k) // stride + 1
-            self.low.append(low)
-            self.out.append(out)
-
-    def _padded_shape(self) -> tuple[int, int]:
-        high, wide = (
-            max(size + low, (out - 1) * self.stride + k)
-            for size, low, out, k in zip(self.shape[2:], self.low, self.out, self.kernel, strict=True)
-        )
-        return high, wide
-
-    def _inside(self) -> tuple[slice, ...]:
-        keep = (slice(low, low + size) for low, size in zip(self.low, self.shape[2:], strict=True))
-        return (slice(None), slice(None), *keep)
-
-    def patches(self, x: Floats) -> Floats:
-        """[N,C,H,W] -> [N,C,H',W',kH,kW]"""
-        padded = np.zeros((*self.shape[:2], *self._padded_shape()), x.dtype)
-        padded[self._inside()] = x
-        s = self.stride
-        seen = sliding_window_view(padded, self.kernel, axis=(2, 3))[:, :, ::s, ::s]
-        return np.asarray(seen[:, :, : self.out[0], : self.out[1]])
-
-    def scatter(self, patches: Floats) -> Floats:
-        """The transpose of patches: every tap's share added where it was read."""
-        padded = np.zeros((*self.shape[:2], *self._padded_shape()), patches.dtype)
-        s, (rows, cols) = self.stride, self.out
-        for a in range(self.kernel[0]):
-            for b in range(self.kernel[1]):
-                padded[:, :, a : a + s * rows : s, b : b + s * cols : s][:, :, :rows, :cols] += patches[..., a, b]
-        return np.asarray(padded[self._inside()])
 
 
 def adapter(quick: bool = False) -> NumpyAdapter:

@@ -6,6 +6,7 @@ import importlib
 from typing import NamedTuple
 
 from diffgrad.adapters.base import Adapter
+from diffgrad.how import How
 
 
 class Row(NamedTuple):
@@ -25,8 +26,70 @@ ADAPTERS: dict[str, Row] = {
 FRAMEWORKS = ("torch", "jax", "tensorflow")
 """The frameworks under test. ``numpy`` is the same-precision reference and runs when it is asked for."""
 
-COMPILED_MODES = ("jit",)
+COMPILED_MODES = ("jit", "compile", "function", "xla", "linearize")
 """Modes in which a compiler may recompute a recorded activation inside its consumer."""
+
+
+class Offer(NamedTuple):
+    """The conditions that an adapter can run under, beside the plain ones. The first mode is its own default."""
+
+    modes: tuple[str, ...]
+    layouts: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    convs: tuple[str, ...] = ()
+    flavours: tuple[str, ...] = ()
+    """Fields of ``How`` that mean something to it."""
+
+
+OFFERS: dict[str, Offer] = {
+    "torch": Offer(
+        modes=("eager", "compile", "func", "checkpoint", "jvp"),
+        layouts=("channels_last",),
+        norms=("composed", "layer"),
+        convs=("unfold", "layer"),
+        flavours=("x", "dy", "params", "threads", "isa", "tf32", "benchmark", "deterministic"),
+    ),
+    "jax": Offer(
+        modes=("jit", "eager", "checkpoint", "linearize", "jvp"),
+        layouts=("channels_first",),
+        norms=("fused", "layer", "fast"),
+        convs=("unfold", "layer"),
+        flavours=("x", "dy", "params", "tf32"),
+    ),
+    "tensorflow": Offer(
+        modes=("eager", "function", "xla", "checkpoint", "jvp"),
+        layouts=("channels_first",),
+        norms=("composed", "fused", "layer"),
+        convs=("grouped", "layer"),
+        flavours=("x", "dy", "params", "threads", "isa", "onednn", "deterministic"),
+    ),
+    "numpy": Offer(modes=("eager",)),
+}
+"""Adapter -> what it offers. Held against the adapters by a test."""
+
+
+def mode_of(name: str, how: How) -> str:
+    """The mode in which an adapter runs a case."""
+    return how.mode or OFFERS[name].modes[0]
+
+
+def offers(name: str, how: How) -> bool:
+    """Whether an adapter has these conditions at all; if not, a case is none of its business."""
+    offer = OFFERS[name]
+    named = ((how.layout, offer.layouts), (how.norm, offer.norms), (how.conv, offer.convs))
+    fields = ("x", "dy", "params", "threads", "isa", "onednn", "tf32", "benchmark", "deterministic")
+    return (
+        mode_of(name, how) in offer.modes
+        and all(not value or value in known for value, known in named)
+        and all(field in offer.flavours for field in how.unusual() if field in fields)
+        and (how.device == "cpu" or name != "numpy")
+    )
+
+
+def compiled(name: str, how: How) -> bool:
+    """Whether a compiler sees the whole block in this mode."""
+    mode = mode_of(name, how)
+    return mode in COMPILED_MODES or (name == "jax" and mode in ("checkpoint", "jvp"))
 
 
 def load(name: str, quick: bool = False) -> Adapter:

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from diffgrad.adapters.registry import COMPILED_MODES
+from diffgrad.adapters.registry import compiled, mode_of, offers
 from diffgrad.case import Case
+from diffgrad.chains import chain_of
 from diffgrad.corpus import Corpus, Entry
-from diffgrad.judge import Fault, Judgement, judge
+from diffgrad.how import Device, How
+from diffgrad.journal import Journal, forget, recover
+from diffgrad.judge import Fault, Judgement, judge, signature_of
+from diffgrad.reduce import explicit, fewer, single_op
 from diffgrad.strategies import Batch, batches, sample
-from diffgrad.strategies.cases import DTYPES, quiet_settings
+from diffgrad.strategies.cases import DTYPES, hows, quiet_settings
+from diffgrad.witness import witnesses
 from diffgrad.worker import Answer, Runner
 
 _ROUND = 20
 """Batches drawn at a time; a new finding ends the round."""
+_REPEATS = 3
+"""Runs that confirm a fault."""
+_KINDS = 7
+"""Blocks that a round draws from."""
 _MOST_DOUBTS = 5
 """How often a fault that goes away with the default compile options is shrunk and tried again."""
+_MOST_REDUCED = 4096
+"""Numbers of a case that is shrunk number by number."""
+BINS = 4
+"""Bins of error/bar in a decade."""
+_RATIOS = (-8.0, 4.0)
+"""Decades of error/bar that are told apart; a run beyond them counts in the outermost bin."""
 _SHRINK_CALLS = 300
 _SHRINK_SECONDS = 60.0
 
@@ -31,10 +51,24 @@ class Found(Exception):
 
 
 @dataclass
+class Cell:
+    """What was counted of one framework in one mode and dtype."""
+
+    runs: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    worst: float = 0.0
+    """Worst error/bar over runs without a fault."""
+    elements: int = 0
+    vacuous: int = 0
+
+
+@dataclass
 class Tally:
     """What a campaign counted."""
 
     cases: int = 0
+    recovered: int = 0
+    """Cases that killed campaigns had begun."""
     links_checked: int = 0
     nodes_checked: int = 0
     elements: int = 0
@@ -52,6 +86,14 @@ class Tally:
     new: list[Entry] = field(default_factory=list)
     known: Counter[str] = field(default_factory=Counter)
     unconfirmed: list[dict[str, str]] = field(default_factory=list)
+    cells: dict[tuple[str, str, str], Cell] = field(default_factory=dict)
+    """Counts by (adapter, mode, dtype)."""
+    blocks: dict[tuple[str, str, str, str], Counter[str]] = field(default_factory=dict)
+    """Verdict counts by (block, adapter, mode, dtype)."""
+    ratios: dict[str, Counter[float]] = field(default_factory=dict)
+    """Per adapter: runs by their worst error/bar, as the lower end of its bin in decades."""
+    conditions: Counter[str] = field(default_factory=Counter)
+    """Runs by unusual condition, such as ``layout=channels_last``."""
 
     @property
     def vacuous_share(self) -> float:
@@ -70,7 +112,7 @@ class _Hunt:
 
     adapter: str
     fault: Fault
-    origin: Batch
+    origin: Batch | None
     case: Case
     begun: bool = False
     calls: int = 0
@@ -79,7 +121,9 @@ class _Hunt:
     """What was found in each batch that was asked about."""
 
     def __post_init__(self) -> None:
-        self.seen[self.origin] = self.case, self.fault
+        self.begun_with = self.case
+        if self.origin is not None:
+            self.seen[self.origin] = self.case, self.fault
 
     @property
     def over(self) -> bool:
@@ -92,7 +136,7 @@ class Campaign:
     Args:
         runner: the frameworks, in workers or in this process.
         corpus: where findings go; signatures of its open and convention entries are known from the start.
-        blocks, dtypes: what is drawn.
+        blocks, dtypes, modes, device: what is drawn.
         adapters: which of the runner's frameworks to use; all by default.
         progress: called with the tally after every batch.
     """
@@ -105,15 +149,19 @@ class Campaign:
         dtypes: Sequence[str] = DTYPES,
         adapters: Sequence[str] | None = None,
         progress: Callable[[Tally], None] = lambda tally: None,
+        modes: Sequence[str] | None = None,
+        device: Device = "cpu",
     ) -> None:
         self.tally = Tally()
         self._runner = runner
         self._corpus = corpus
-        self._strategy = batches(blocks, dtypes)
-        self._adapters = tuple(adapters) if adapters else None
+        self._adapters = tuple(adapters or runner.about())
+        self._blocks = tuple(blocks)
+        self._draw = partial(batches, dtypes=dtypes, conditions=hows(self._adapters, modes, device))
         self._progress = progress
-        self._modes = {name: about.mode for name, about in runner.about().items()}
         self._known = corpus.known()
+        self._aliases: dict[str, str] = {}
+        """Signatures under unusual conditions -> the one of the same fault under plainer ones."""
         self._doubted: Counter[str] = Counter()
         self._deadline = float("inf")
 
@@ -125,24 +173,78 @@ class Campaign:
         started, cpu = time.monotonic(), time.process_time()
         self._deadline = started + seconds if seconds is not None else float("inf")
         left = examples if examples is not None else float("inf")
+        self._journal = Journal(self._corpus.folder)
         try:
+            self._recover()
             rounds = 0
             while left > 0 and time.monotonic() < self._deadline:
                 drawn = int(min(left, _ROUND))
-                self._round(key * 1_000_003 + rounds, drawn)
+                # Hypothesis varies what it drew before, so some blocks would not come for long: they take turns.
+                kinds = [self._blocks[(rounds * _KINDS + i) % len(self._blocks)] for i in range(_KINDS)]
+                self._round(self._draw(tuple(dict.fromkeys(kinds))), key * 1_000_003 + rounds, drawn)
                 left -= drawn
                 rounds += 1
+        except BaseException:
+            self._journal.abandon()
+            raise
+        else:
+            self._journal.close()
         finally:
             self.tally.wall_s += time.monotonic() - started
             self.tally.own_cpu_s += time.process_time() - cpu
         return self.tally
 
-    def _round(self, key: int, examples: int) -> None:
-        """Draw some batches, run them everywhere, then shrink whatever is new."""
-        drawn = sample(self._strategy, examples, key)
-        for hunt in self._explore(drawn):
-            self._shrink(hunt, key, examples)
+    def _recover(self) -> None:
+        """First of all, run what campaigns that were killed had begun."""
+        for adapter, case in recover(self._corpus.folder):
+            if adapter not in self._adapters or not offers(adapter, case.how):
+                continue
+            self._journal.begin(adapter, case)
+            self.tally.recovered += 1
+            for answer in self._runner.run([case], [adapter]):
+                self.tally.cases += 1
+                faults = [f for f in self._judge(answer).faults if not self._is_known(f)]
+                for fault in faults[:1]:
+                    hunt = _Hunt(adapter, fault, None, case)
+                    self._plainer(hunt)
+                    self._settle_if_new(hunt)
+                self._journal.done(adapter, answer.case)
+        forget(self._corpus.folder)
+
+    def _settle_if_new(self, hunt: _Hunt) -> None:
+        if self._is_known(hunt.fault):
+            self.tally.known[str(hunt.fault.signature)] += 1
+        else:
             self._settle(hunt)
+
+    def _round(self, strategy: st.SearchStrategy[Batch], key: int, examples: int) -> None:
+        """Draw some batches, run them everywhere, then shrink whatever is new."""
+        drawn = sample(strategy, examples, key)
+        for hunt in self._explore(drawn):
+            asked = str(hunt.fault.signature)
+            self._plainer(hunt)
+            if hunt.origin is not None and not self._is_known(hunt.fault):
+                self._shrink(hunt, strategy, key, examples)
+                self._plainer(hunt)
+            if str(hunt.fault.signature) != asked:
+                self._aliases[asked] = str(hunt.fault.signature)
+            self._settle_if_new(hunt)
+            self._journal.done(hunt.adapter, hunt.begun_with)
+
+    def _is_known(self, fault: Fault) -> bool:
+        return str(fault.signature) in self._known
+
+    def _plainer(self, hunt: _Hunt) -> None:
+        """Take back every unusual condition that the fault does not need, so that its signature says what it takes."""
+        for name in hunt.case.how.unusual():
+            plain = replace(hunt.case.how, **{name: getattr(How(), name)})
+            if name == "device" or not offers(hunt.adapter, plain):
+                continue
+            case = replace(hunt.case, how=plain)
+            for answer in self._runner.run([case], [hunt.adapter]):
+                fault = judge(answer).alike(hunt.fault.signature)
+                if fault is not None:
+                    hunt.case, hunt.fault = case, fault
 
     def _explore(self, drawn: Sequence[Batch]) -> list[_Hunt]:
         """Run the batches in every framework; one hunt for each signature that is new."""
@@ -157,6 +259,9 @@ class Campaign:
                         return
                     origin[case] = batch
                     self.tally.cases += 1
+                    for name in self._adapters:
+                        if offers(name, case.how):
+                            self._journal.begin(name, case)
                     yield case
 
         for answer in self._runner.run(feed(), self._adapters):
@@ -164,18 +269,21 @@ class Campaign:
             self._progress(self.tally)
             for fault in judgement.faults:
                 name = str(fault.signature)
+                name = self._aliases.get(name, name)
                 if name in self._known:
                     self.tally.known[name] += 1
                 elif name not in hunts and self._doubted[name] < _MOST_DOUBTS:
-                    hunts[name] = _Hunt(answer.adapter, fault, origin[answer.case], answer.case)
+                    hunts[name] = _Hunt(answer.adapter, fault, origin.get(answer.case), answer.case)
+            if not any(h.begun_with == answer.case and h.adapter == answer.adapter for h in hunts.values()):
+                self._journal.done(answer.adapter, answer.case)
         return list(hunts.values())
 
-    def _shrink(self, hunt: _Hunt, key: int, examples: int) -> None:
+    def _shrink(self, hunt: _Hunt, strategy: st.SearchStrategy[Batch], key: int, examples: int) -> None:
         """Let Hypothesis shrink the batch: the same draws again, of which only the hunt's own one fails."""
 
         @seed(key)
         @settings(quiet_settings(examples), phases=[Phase.generate, Phase.shrink])
-        @given(self._strategy)
+        @given(strategy)
         def fails(batch: Batch) -> None:
             if batch == hunt.origin:
                 hunt.begun = True
@@ -207,43 +315,89 @@ class Campaign:
         """The batch's last case that has the fault."""
         found = None
         for answer in self._runner.run(batch.cases(), [hunt.adapter]):
-            fault = judge(answer, self._modes[answer.adapter]).fault(hunt.fault.signature)
+            fault = judge(answer).alike(hunt.fault.signature)
             if fault is not None:
                 found = answer.case, fault
         return found
 
     def _settle(self, hunt: _Hunt) -> None:
-        """Confirm the shrunk fault as an ordinary user would run it, then save it."""
+        """Confirm the shrunk fault as an ordinary user would run it, several times over, then save it."""
         signature = hunt.fault.signature
-        again = next(iter(self._runner.run([hunt.case], [hunt.adapter], quick=False)))
-        confirmed = judge(again, self._modes[hunt.adapter])
-        explanation = ""
-        if confirmed.fault(signature) is None:
-            if self._modes[hunt.adapter] in COMPILED_MODES and not confirmed.faults:
-                self._doubted[str(signature)] += 1
-                reason = "gone with the default compile options"
-                self.tally.unconfirmed.append(
-                    {"signature": str(signature), "reason": reason, "sentence": hunt.fault.sentence}
-                )
+        runs = [a for _ in range(_REPEATS) for a in self._runner.run([hunt.case], [hunt.adapter], quick=False)]
+        shown = [judge(a).fault(signature) for a in runs]
+        if not any(shown) and compiled(hunt.adapter, hunt.case.how) and not any(judge(a).faults for a in runs):
+            self._doubted[str(signature)] += 1
+            reason = "gone with the default compile options"
+            self.tally.unconfirmed.append(
+                {"signature": str(signature), "reason": reason, "sentence": hunt.fault.sentence}
+            )
+            return
+        stable = all(shown)
+        if not stable:
+            hunt.fault = unstable(hunt.fault, runs)
+            signature = hunt.fault.signature
+            if self._is_known(hunt.fault):
+                self.tally.known[str(signature)] += 1
                 return
-            explanation = f"not the same on a second run, which gave: {confirmed.sentence or confirmed.verdict}"
         self._known.add(str(signature))
+        original = hunt.case
+        if stable:
+            self._reduce(hunt, runs[0])
         entry = Entry(
             case=hunt.case,
-            signature=signature,
+            signature=hunt.fault.signature,
             status="open",
             sentence=hunt.fault.sentence,
             versions=self._runner.about()[hunt.adapter].versions,
-            explanation=explanation,
+            date=datetime.now(UTC).date().isoformat(),
+            original=original if original != hunt.case else None,
+            witnesses=witnesses(self._runner, hunt.case, hunt.adapter),
         )
         self._corpus.save(entry)
         self._corpus.write_index()
         self.tally.new.append(entry)
 
+    def _reduce(self, hunt: _Hunt, answer: Answer) -> None:
+        """Shrink on past Hypothesis: to the op that is at fault, on few and simple numbers."""
+        report = judge(answer).report
+        faulty = [q for q in report.quantities if q.faulty] if report is not None else []
+        q = next(
+            (q for q in faulty if signature_of(hunt.adapter, hunt.case, q).core == hunt.fault.signature.core), None
+        )
+        if q is None or answer.outcome.trace is None:
+            return
+        until = time.monotonic() + _SHRINK_SECONDS
+
+        def fails(case: Case) -> bool:
+            if time.monotonic() > until:
+                return False
+            for again in self._runner.run([case], [hunt.adapter], quick=False):
+                fault = judge(again).alike(hunt.fault.signature)
+                if fault is not None and fault.signature == hunt.fault.signature:
+                    hunt.case, hunt.fault = case, fault
+                    return True
+            return False
+
+        alone = hunt.case if len(chain_of(hunt.case.block).links) == 1 else None
+        if alone is None:
+            alone = single_op(hunt.case, answer.outcome.trace, q.link.partition("@")[2])
+            if alone is None or not fails(alone):
+                return
+        written_out = explicit(alone.block, alone.tensors(), alone)
+        if sum(v.size for v in alone.tensors().values()) <= _MOST_REDUCED and fails(written_out):
+            fewer(written_out, fails)
+
     def _judge(self, answer: Answer) -> Judgement:
         started = time.process_time()
-        judgement = judge(answer, self._modes[answer.adapter])
+        judgement = judge(answer)
         t, name = self.tally, answer.adapter
+        how = answer.case.how
+        cell = t.cells.setdefault((name, mode_of(name, how), answer.case.dtype), Cell())
+        cell.runs += 1
+        cell.verdicts[judgement.verdict] += 1
+        row = (answer.case.block.kind, name, mode_of(name, how), answer.case.dtype)
+        t.blocks.setdefault(row, Counter())[judgement.verdict] += 1
+        t.conditions.update(how.label().split(",") if how.label() else ())
         t.oracle_cpu_s += time.process_time() - started
         t.verdicts.setdefault(name, Counter())[judgement.verdict] += 1
         t.framework_cpu_s[name] = t.framework_cpu_s.get(name, 0.0) + answer.outcome.cpu_s
@@ -256,15 +410,37 @@ class Campaign:
             t.nodes_checked += report.nodes
             t.elements += report.elements
             t.vacuous += report.vacuous
+            cell.elements += report.elements
+            cell.vacuous += report.vacuous
+            t.ratios.setdefault(name, Counter())[_bin(report.worst_ratio)] += 1
             if judgement.verdict == "ok":
+                cell.worst = max(cell.worst, report.worst_ratio)
                 t.worst[name] = max(t.worst.get(name, 0.0), report.worst_ratio)
         return judgement
+
+
+def _bin(ratio: float) -> float:
+    """The lower end, in decades, of the bin of an error/bar; one that is no number counts as too large."""
+    low, high = _RATIOS
+    if not math.isfinite(ratio):
+        return high
+    decades = math.log10(ratio) if ratio > 0.0 else low
+    return min(max(math.floor(decades * BINS) / BINS, low), high)
+
+
+def unstable(fault: Fault, runs: Sequence[Answer]) -> Fault:
+    """The fault of a case whose result changes from run to run: its own verdict, with what each run gave."""
+    said = Counter(judge(a).sentence or judge(a).verdict for a in runs)
+    spread = "; ".join(f"{count} of {len(runs)} runs: {what}" for what, count in said.most_common())
+    sentence = f"unstable: first {fault.sentence}; then {spread}"
+    return Fault(replace(fault.signature, verdict="unstable"), sentence)
 
 
 def summary(tally: Tally, corpus: Corpus) -> dict[str, Any]:
     """The tally as the JSON of ``diffgrad fuzz``."""
     return {
         "cases": tally.cases,
+        "recovered": tally.recovered,
         "links_checked": tally.links_checked,
         "nodes_checked": tally.nodes_checked,
         "verdicts": dict(sum(tally.verdicts.values(), Counter())),
@@ -276,6 +452,27 @@ def summary(tally: Tally, corpus: Corpus) -> dict[str, Any]:
             }
             for name, counts in tally.verdicts.items()
         },
+        "conditions": [
+            {
+                "adapter": adapter,
+                "mode": mode,
+                "dtype": dtype,
+                "runs": cell.runs,
+                "verdicts": dict(cell.verdicts),
+                "worst_error_over_bar": cell.worst,
+                "vacuous_share": cell.vacuous / cell.elements if cell.elements else 0.0,
+            }
+            for (adapter, mode, dtype), cell in sorted(tally.cells.items())
+        ],
+        "blocks": [
+            {"block": block, "adapter": adapter, "mode": mode, "dtype": dtype, "verdicts": dict(counts)}
+            for (block, adapter, mode, dtype), counts in sorted(tally.blocks.items())
+        ],
+        "ratios": {
+            name: [{"decades": low, "runs": runs} for low, runs in sorted(bins.items())]
+            for name, bins in sorted(tally.ratios.items())
+        },
+        "unusual": dict(tally.conditions.most_common()),
         "unsupported": dict(tally.unsupported),
         "vacuous_share": tally.vacuous_share,
         "wall_s": tally.wall_s,

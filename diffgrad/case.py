@@ -6,17 +6,19 @@ import hashlib
 import re
 from typing import Any, Literal, TypeVar
 
+import ml_dtypes
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from diffgrad.how import PLAIN, How
 from diffgrad.specs import BLOCKS, AnySpec, CaseError
-from diffgrad.values import Values, check_values, draw_tensor
+from diffgrad.values import Bits, Values, check_values, draw_tensor
 
 SCHEMA = 1
 """Version of the case format. Raise it when an old reader could misunderstand a new file."""
 
-Dtype = Literal["float32", "float64"]
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 _MOST_ELEMENTS = 2**28
 
@@ -24,7 +26,7 @@ T = TypeVar("T")
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is run: a block, a dtype and values. Hashable, comparable, and identified by the hash of its JSON.
+    """What is run: a block, a dtype, values and conditions. Hashable, comparable, identified by its JSON's hash.
 
     ``lr`` is the learning rate of a plain SGD step after the backward, 0 for none. ``overrides`` replaces single
     elements after the draw: tensor name -> flat index -> value.
@@ -36,6 +38,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lr: float = 0.0
     values: Values = Values()
     overrides: dict[str, dict[str, float]] = {}
+    how: How = PLAIN
+
+    def __post_init__(self) -> None:
+        if self.how == PLAIN:
+            # Only the very object that is the default is left out of the JSON.
+            msgspec.structs.force_setattr(self, "how", PLAIN)
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -53,10 +61,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the case itself, or raise CaseError naming the field and value that make no sense."""
         self.block.check()
         check_values(self.values)
+        self.how.check()
         if not 0.0 <= self.lr <= 1.0:
             raise CaseError(f"lr = {self.lr}: must be from 0 (no step) to 1")
         if getattr(self.block, "bf16", False) and self.dtype != "float32":
             raise CaseError(f"{self.block.kind}.bf16 with dtype {self.dtype}: the flag rounds float32 operands")
+        if self.how.mode == "jvp" and self.lr:
+            raise CaseError(f"lr = {self.lr} with how.mode jvp: forward mode has no gradients to step along")
         tensors = {t.name: t.shape for t in self.block.tensors()}
         elements = sum(int(np.prod(s, dtype=object)) for s in tensors.values())
         if elements > _MOST_ELEMENTS:
@@ -81,8 +92,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             v = draw_tensor(self.block, t, self.values)
             for index, value in self.overrides.get(t.name, {}).items():
                 v.reshape(-1)[int(index)] = value
+            given = t.role in ("drop", "target")
+            if not given and self.how.memory(t.name, self.block.input().name) == "expanded":
+                v = expand(v)
             with np.errstate(over="ignore"):
-                cast = v.astype(self.dtype)
+                cast = v.astype(numpy_dtype(self.dtype))
             if not np.isfinite(cast).all():
                 raise CaseError(
                     f"values: {t.name} overflows {self.dtype} at family {self.values.family}, "
@@ -90,6 +104,24 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 )
             out[t.name] = cast
         return out
+
+    def tangents(self) -> dict[str, NDArray[Any]]:
+        """For forward mode: a tangent of every differentiated tensor, in the case's dtype and canonical layout."""
+        shapes = {t.name: t.shape for t in self.block.tensors()}
+        return {
+            name: Bits(self.values.seed, f"tangent of {name}").normal(shapes[name]).astype(numpy_dtype(self.dtype))
+            for name in self.block.differentiated()
+        }
+
+
+def expand(v: NDArray[Any]) -> NDArray[Any]:
+    """The values of a view with stride 0 along axis 0: the first slice, over and over."""
+    return np.array(np.broadcast_to(v[:1], v.shape)) if v.ndim else v
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a case's dtype; bfloat16 is that of ml_dtypes."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def case_from_json(text: bytes | str) -> Case:

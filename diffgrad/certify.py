@@ -1,13 +1,14 @@
-"""Certifying the oracle: every VJP against the complex-step derivative of its forward (FORMULAS section 6).
+"""Certifying the oracle: every VJP and tangent against the complex-step derivative of its forward (FORMULAS section 6).
 
 The forwards are analytic, so evaluating them at theta + i*h*delta with h = 1e-30 gives J.delta with no cancellation.
-Each cotangent must satisfy <dy, J.delta> = <VJP(dy), delta>, for random non-uniform dy and delta, on generated shapes.
-The two sides may differ by their own float64 rounding and no more: the bar of the inner product, once for each side.
+Each cotangent must satisfy <dy, J.delta> = <VJP(dy), delta>, for random non-uniform dy and delta, on generated shapes,
+and each tangent <dy, J.delta> = <dy, tangent(delta)>, for a delta of all operands at once. The two sides may differ by
+their own float64 rounding and no more: the bar of the inner product, once for each side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -22,6 +23,7 @@ from diffgrad.ops import (
     Add,
     AddPosition,
     Attention,
+    AttentionCore,
     BatchNorm,
     ClsSlice,
     Conv2d,
@@ -45,10 +47,11 @@ from diffgrad.ops import (
     Swish,
     Weighted,
 )
-from diffgrad.ops.conv import Padding
+from diffgrad.ops.conv import Padding, Pads
 from diffgrad.ops.norm import Kind
-from diffgrad.oracle import end_to_end
+from diffgrad.oracle import Key, end_to_end
 from diffgrad.strategies import cases, sample
+from diffgrad.tangents import TangentWalk, tangent
 from diffgrad.values import Bits
 
 _H = 1e-30
@@ -62,8 +65,8 @@ class Certificate(msgspec.Struct, frozen=True):
     """One subject (an op or a block): how many identities were checked, and the worst mismatch.
 
     ``residual`` is |<dy, J.delta> - <VJP(dy), delta>| relative to the sum of absolute products, the largest of the
-    instance (a shift that a batch norm undoes has a gradient of exactly 0); ``holds`` says whether every mismatch lies
-    within its bar.
+    instance (a shift that a batch norm undoes has a gradient of exactly 0), of a tangent likewise; ``holds`` says
+    whether every mismatch lies within its bar.
     """
 
     subject: str
@@ -95,10 +98,13 @@ def _conv(op: type[Conv2d]) -> Callable[[st.DataObject | Any, _Draw], Instance]:
     def make(pick: Any, draw: _Draw) -> Instance:
         n, c, h, w, k = pick(1, 3), pick(1, 4), pick(1, 7), pick(1, 7), pick(1, 7)
         stride = pick(1, 3)
-        padding = get_args(Padding)[pick(0, 2)]
+        padding: Padding | Pads = (*get_args(Padding), (0, 0, 0, 0))[pick(0, 3)]
         if padding == "symmetric" and k % 2 == 0:
             k += 1
-        if padding == "valid":
+        if not isinstance(padding, str):
+            padding = (pick(-1, k), pick(-1, k), pick(-1, k), pick(-1, k))
+            h, w = h + k + 1, w + k + 1
+        elif padding == "valid":
             h, w = h + k - 1, w + k - 1
         kernel = draw(c, 1, k, k) if op is Depthwise else draw(pick(1, 4), c, k, k)
         bias = (draw(kernel.shape[0]),) if pick(0, 1) else ()
@@ -146,14 +152,16 @@ def _dense(pick: Any, draw: _Draw) -> Instance:
     return Dense(), (draw(n, inputs),), (draw(inputs, outputs), draw(outputs))
 
 
-def _heads(op: type[Scores | Weighted | Attention]) -> Callable[[Any, _Draw], Instance]:
-    """Q and K for the scores, P and V for the weighted sum, Q, K and V for the fused core."""
+def _heads(op: type[Scores | Weighted | Attention | AttentionCore]) -> Callable[[Any, _Draw], Instance]:
+    """Q and K for the scores, P and V for the weighted sum, Q, K and V for the core, or K and V as its parameters."""
 
     def make(pick: Any, draw: _Draw) -> Instance:
         n, t, heads, d = pick(1, 3), pick(1, 5), pick(1, 3), pick(1, 4)
         tokens = [draw(n, t, heads * d) for _ in range(3)]
         if op is Weighted:
             return op(heads), (np.abs(draw(n, heads, t, t)), tokens[0]), ()
+        if op is AttentionCore:
+            return op(heads), tuple(tokens[:1]), tuple(tokens[1:])
         return op(heads), tuple(tokens[: 2 if op is Scores else 3]), ()
 
     return make
@@ -208,6 +216,7 @@ OPS: dict[str, Callable[[Any, _Draw], Instance]] = {
     "softmaxrows": _softmaxrows,
     "weighted": _heads(Weighted),
     "attention": _heads(Attention),
+    "attentioncore": _heads(AttentionCore),
     "prependcls": _prependcls,
     "addposition": _tokens(AddPosition(), position=True),
     "clsslice": _tokens(ClsSlice(), position=False),
@@ -229,18 +238,26 @@ def _identities_of_op(op: Op, xs: tuple[Floats, ...], ps: tuple[Floats, ...], ke
     delta_bits = Bits(key, "delta")
     y = op.forward(xs, ps)
     dy = Bits(key, "dy").normal(y.shape)
+    held_xs, held_ps = (tuple(recorded(v, _P) for v in group) for group in (xs, ps))
     with quiet():
-        v = op.vjp(tuple(recorded(x, _P) for x in xs), tuple(recorded(p, _P) for p in ps), recorded(dy, _P))
+        v = op.vjp(held_xs, held_ps, recorded(dy, _P))
     cotangents = (*v.inputs, *v.params)
-    operands = [*xs, *ps][: len(cotangents)]
-    out: list[_Identity] = []
-    for i, cot in enumerate(cotangents):
-        delta = delta_bits.normal(operands[i].shape)
-        stepped = [a.astype(np.complex128) for a in (*xs, *ps)]
-        stepped[i] = stepped[i] + 1j * _H * delta
-        moved = op.forward(tuple(stepped[: len(xs)]), tuple(stepped[len(xs) :])).imag / _H
-        out.append(_identity(dy, moved, cot, delta))
-    return out
+    operands = [*xs, *ps]
+    deltas = [delta_bits.normal(a.shape) for a in operands[: len(cotangents)]]
+
+    def moved(steps: Mapping[int, Floats]) -> Floats:
+        stepped = [a + 1j * _H * steps.get(i, 0.0) for i, a in enumerate(operands)]
+        return op.forward(tuple(stepped[: len(xs)]), tuple(stepped[len(xs) :])).imag / _H
+
+    out = [
+        _identity(dy, moved({i: delta}), cot, delta)
+        for i, (cot, delta) in enumerate(zip(cotangents, deltas, strict=True))
+    ]
+    dxs, dps = deltas[: len(xs)], [*deltas[len(xs) :], *(None,) * (len(operands) - len(deltas))]
+    with quiet():
+        moves = (tuple(d if d is None else recorded(d, _P) for d in group) for group in (dxs, dps))
+        t = tangent(op, held_xs, held_ps, *moves)
+    return [*out, _identity(dy, moved(dict(enumerate(deltas))), t, dy)]
 
 
 def certify_block(kind: str, instances: int = 25) -> Certificate:
@@ -260,15 +277,28 @@ def certify_block(kind: str, instances: int = 25) -> Certificate:
         cotangents = {**asked, **expected.grads}
         if not all(np.isfinite(c.err).all() for c in cotangents.values()):
             continue  # on a kink, as far as rounding can tell: there is no derivative
+        deltas = {name: np.asarray(bits.normal(tensors[name].shape)) for name in cotangents}
         identities = []
         for name, cot in cotangents.items():
-            delta = bits.normal(tensors[name].shape)
+            delta = deltas[name]
             moved = np.asarray(_forward(chain, tensors, {name: delta}).imag) / _H
             identities.append(_identity(tensors["dy"], moved, cot, delta))
-        drawn.append(identities)
+        drawn.append([*identities, _tangent_of_block(chain, tensors, deltas, identities)])
     if len(drawn) < instances:
         raise AssertionError(f"{kind}: only {len(drawn)} of {instances} instances have a derivative to certify")
     return _certificate(kind, drawn)
+
+
+def _tangent_of_block(
+    chain: Chain, tensors: dict[str, Floats], deltas: dict[str, Floats], others: Sequence[_Identity]
+) -> _Identity:
+    """The output's tangent for a delta of everything at once; ``others`` are the identities of each delta alone."""
+    walked: dict[Key, Bounded] = {}
+    TangentWalk(chain, tensors, deltas, _P).each(walked.__setitem__)
+    moved = np.asarray(_forward(chain, tensors, deltas).imag) / _H
+    identity = _identity(tensors["dy"], moved, walked["tangents", chain.output], tensors["dy"])
+    # A net's worst-case bars, propagated, prove nothing. Its tangent is the sum of what the others certify.
+    return identity._replace(bar=sum(i.bar for i in others)) if chain.deep else identity
 
 
 def _conditioned(case: Case) -> bool:
@@ -303,6 +333,8 @@ class _Identity(NamedTuple):
 
 
 def _identity(dy: Floats, moved: Floats, cot: Bounded, delta: Floats) -> _Identity:
+    """<dy, moved> = <cot, delta>."""
+
     def dot(a: Floats, b: Floats) -> Floats:
         return np.atleast_1d(np.vdot(a, b))
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from diffgrad.bars import PRECISIONS, Bounded, Precision, quiet, recorded, scale
+from diffgrad.bars import LOOSER_PRECISIONS, PRECISIONS, Bounded, Precision, quiet, recorded, scale
 from diffgrad.chains import Chain, Link
 from diffgrad.chains.base import with_ops
 from diffgrad.ops import Op
@@ -26,7 +27,7 @@ class Quantity(msgspec.Struct, frozen=True):
 
     Attributes:
         link: the link that is answerable, as ``op@site`` (``batchnorm@qn``); several joined by + at a fan-in.
-        what: ``activation``, ``cotangent`` or ``gradient``.
+        what: ``activation``, ``cotangent``, ``gradient``, ``update`` or ``tangent``; of a bare run, with that word.
         name: the site (activation), the documents' cotangent name, or the parameter node.
         verdict: ok | lossy:<model> | wrong | nonfinite | vacuous.
         defect: what is wrong beyond the numbers: ``missing``, ``shape``, ``dtype`` or ``stray``; empty otherwise.
@@ -55,6 +56,12 @@ class Quantity(msgspec.Struct, frozen=True):
     def faulty(self) -> bool:
         """True for wrong and nonfinite."""
         return self.verdict in FAULTS
+
+    def bare_of(self, chain: Chain) -> str:
+        """The key of this quantity in ``Trace.bare``, if it is one that a bare run delivers."""
+        inner = self.what == "activation" and self.name != chain.output
+        inner = inner or (self.what == "cotangent" and self.name != chain.input_cotangent)
+        return "" if inner else {chain.output: "out", chain.input_cotangent: chain.input}.get(self.name, self.name)
 
     def sentence(self) -> str:
         """The verdict in words: which link, which quantity, where, got, expected, error and bar."""
@@ -114,8 +121,9 @@ def check_run(
     trace: Trace,
     dtype: str,
     compiled: bool = False,
-    whole: Expected | None = None,
+    whole: Callable[[], Expected] | None = None,
     lr: float = 0.0,
+    without: Collection[str] = (),
 ) -> Report:
     """Check a recorded run: link by link in its own precision and, in float64, end to end as well.
 
@@ -123,25 +131,69 @@ def check_run(
         chain: the block's chain.
         tensors: the case's tensors in the run's dtype.
         trace: what the adapter returned.
-        dtype: ``float32`` or ``float64``.
+        dtype: the run's, a row of PRECISIONS.
         compiled: True for modes in which a compiler may recompute a producer inside its consumer.
-        whole: the end-to-end expectation, if the caller has it already (it is the same for every framework).
+        whole: gives the end-to-end expectation, if the caller has it already (it is the same for every framework).
         lr: the learning rate of the SGD step after the backward; 0 if there is none.
+        without: looser models that this run cannot have used, so that they excuse nothing.
     """
     p = PRECISIONS[dtype]
-    report = check_links(chain, tensors, trace, p, compiled)
+    report = check_links(chain, tensors, trace, p, compiled, without)
     report = Report(report.quantities + tuple(_steps(chain, tensors, trace, p, lr)), report.links, report.nodes)
     if dtype == "float64" and report.verdict in ("ok", "vacuous"):
-        quantities = _whole(chain, trace, p, whole or end_to_end(chain, tensors, p))
-        named = _name_looser_whole(chain, tensors, trace, p, quantities)
+        compared = partial(_whole, chain, trace, p)
+        quantities = compared(whole() if whole is not None else end_to_end(chain, tensors, p))
+        named = _name_looser_whole(chain, tensors, trace, p, quantities, compared, without)
         return Report((*report.quantities, *named), report.links, report.nodes)
     return report
 
 
-def check_links(chain: Chain, tensors: Tensors, trace: Trace, p: Precision, compiled: bool = False) -> Report:
+def check_bare(
+    chain: Chain,
+    tensors: Tensors,
+    trace: Trace,
+    p: Precision,
+    whole: Callable[[], Expected],
+    without: Collection[str] = (),
+) -> list[Quantity]:
+    """The second run, which exposed nothing but its inputs and outputs, against the observed one and end to end.
+
+    An array that is the observed one bit by bit has been checked already; any other must lie within the end-to-end
+    bars. Of a net, those may promise nothing.
+    """
+    observed = {"out": trace.acts.get("out")} | {k: trace.cots.get(k) for k in (chain.input,)} | trace.grads
+    same = {k for k, v in trace.bare.items() if _same(v, observed.get(k))}
+    wanted = {"out", *chain.nodes} | ({chain.input} if chain.input_cotangent else set())
+    if wanted <= same:
+        return []
+    bare = Trace(
+        acts={k: v for k, v in trace.bare.items() if k == "out"},
+        cots={k: v for k, v in trace.bare.items() if k == chain.input},
+        grads={k: v for k, v in trace.bare.items() if k not in ("out", chain.input)},
+    )
+
+    def compared(expected: Expected) -> list[Quantity]:
+        return [q for q in _whole(chain, bare, p, expected) if q.bare_of(chain) in wanted - same]
+
+    quantities = _name_looser_whole(chain, tensors, trace, p, compared(whole()), compared, without)
+    return [msgspec.structs.replace(q, what=f"bare {q.what}") for q in quantities]
+
+
+def _same(a: NDArray[Any], b: NDArray[Any] | None) -> bool:
+    return b is not None and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def check_links(
+    chain: Chain,
+    tensors: Tensors,
+    trace: Trace,
+    p: Precision,
+    compiled: bool = False,
+    without: Collection[str] = (),
+) -> Report:
     """Each link alone, on the framework's own recorded inputs."""
     quantities = _links(Walk(chain, tensors, p, trace, compiled), chain, trace, p)
-    named = _name_looser(chain, tensors, trace, p, compiled, quantities)
+    named = _name_looser(chain, tensors, trace, p, compiled, quantities, without)
     return Report((*named, *_strays(chain, trace)), len(chain.links), len(chain.nodes))
 
 
@@ -160,11 +212,11 @@ def _steps(chain: Chain, tensors: Tensors, trace: Trace, p: Precision, lr: float
         with quiet():
             move = scale(recorded(g.astype(np.float64), p), lr, roundings=2.0)  # lr itself is rounded, too
             expected = recorded(theta.astype(np.float64), p) - move
-        rows.append(_Row(f"sgd@{node}", "update", node, trace.updates.get(node), expected))
+        rows.append(Row(f"sgd@{node}", "update", node, trace.updates.get(node), expected))
     return compare(rows, p)
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """One quantity to compare."""
 
     link: str
@@ -200,7 +252,7 @@ class _Comparison:
             site: "+".join(_title(link) for link in chain.links if site in link.reads) for site in self._names
         }
         self._feeders = {node: _title(link) for link in chain.links for node in link.feeds}
-        self._rows: list[_Row] = []
+        self._rows: list[Row] = []
         self._elements = 0
         self._done: list[Quantity] = []
 
@@ -208,12 +260,12 @@ class _Comparison:
         part, name = key
         match part:
             case "acts":
-                row = _Row(self._writers[name], "activation", name, self._trace.acts.get(name), expected)
+                row = Row(self._writers[name], "activation", name, self._trace.acts.get(name), expected)
             case "cots":
                 # The cotangent at a site is the work of the links that read the site.
-                row = _Row(self._readers[name], "cotangent", self._names[name], self._trace.cots.get(name), expected)
+                row = Row(self._readers[name], "cotangent", self._names[name], self._trace.cots.get(name), expected)
             case _:
-                row = _Row(self._feeders[name], "gradient", name, self._trace.grads.get(name), expected)
+                row = Row(self._feeders[name], "gradient", name, self._trace.grads.get(name), expected)
         self._rows.append(row)
         self._elements += expected.val.size
         if self._elements > _GROUP:
@@ -247,7 +299,7 @@ def _title(link: Link) -> str:
     return f"{link.op.name}@{link.writes}"
 
 
-def compare(rows: Sequence[_Row], p: Precision) -> list[Quantity]:
+def compare(rows: Sequence[Row], p: Precision) -> list[Quantity]:
     """Delivered arrays against their expected values and bars. NaN is never within a finite bar.
 
     All comparable rows are laid end to end and compared in one go; only the worst element of each is looked at singly.
@@ -257,7 +309,7 @@ def compare(rows: Sequence[_Row], p: Precision) -> list[Quantity]:
     return [no if no is not None else next(judged) for no in refused]
 
 
-def _refusal(row: _Row, p: Precision) -> Quantity | None:
+def _refusal(row: Row, p: Precision) -> Quantity | None:
     """The verdict on an array that cannot even be compared; None where it can."""
     got, shape = row.got, row.expected.val.shape
     if got is None:
@@ -266,17 +318,17 @@ def _refusal(row: _Row, p: Precision) -> Quantity | None:
         defect, note = "shape", f"shape {got.shape}, expected {shape}"
     elif got.dtype.name != p.name:
         defect, note = "dtype", f"dtype {got.dtype.name}, expected {p.name}"
+    elif not got.size:
+        return Quantity(row.link, row.what, row.name, "ok")
     else:
         return None
     return Quantity(row.link, row.what, row.name, "wrong", defect, note)
 
 
-def _judge(rows: Sequence[_Row]) -> list[Quantity]:
+def _judge(rows: Sequence[Row]) -> list[Quantity]:
     if not rows:
         return []
     sizes = [row.expected.val.size for row in rows]
-    if 0 in sizes:
-        raise ValueError("a case without elements has nothing to check")
     starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
     got = np.concatenate([np.asarray(row.got, np.float64).reshape(-1) for row in rows])
     val = np.concatenate([row.expected.val.reshape(-1) for row in rows])
@@ -330,25 +382,22 @@ def _name_looser(
     p: Precision,
     compiled: bool,
     quantities: list[Quantity],
+    without: Collection[str],
 ) -> list[Quantity]:
     """Where named cheaper algorithms explain all that a link (or the links of a fan-in) delivered, say
     ``lossy:<model>`` instead. Each model is tried on all faulty links at once: links are checked on what was recorded.
     """
     left = {q.link for q in quantities if q.faulty}
-    answerable = {title for link in left for title in link.split("+")}
-    found = {
-        _title(link): (link.writes, _models(link, tensors, trace, p, quantities))
-        for link in chain.links
-        if _title(link) in answerable
-    }
+    titles = {link.writes: _title(link) for link in chain.links}
+    answerable = [link for link in chain.links if any(titles[link.writes] in name.split("+") for name in left)]
+    found = {link.writes: models_at(link, tensors, trace, p, quantities) for link in answerable}
     renamed = list(quantities)
-    for model in dict.fromkeys(name for _, models in found.values() for name in models):
-        having = {title for title, (_, models) in found.items() if model in models}
+    for model, looser, ops in ways(found, p, without):
+        having = {titles[site] for site in ops or found}
         tried = {link for link in left if having & set(link.split("+"))}
         if not tried:
             continue
-        ops = {site: models[model] for site, models in found.values() if model in models}
-        again = _links(Walk(chain, tensors, p, trace, compiled, ops), chain, trace, p)
+        again = _links(Walk(chain, tensors, looser, trace, compiled, ops), chain, trace, p)
         left -= tried - {q.link for q in again if q.faulty}
         for i, q in enumerate(quantities):
             if q.faulty and q.link in tried - left:
@@ -357,22 +406,43 @@ def _name_looser(
 
 
 def _name_looser_whole(
-    chain: Chain, tensors: Tensors, trace: Trace, p: Precision, quantities: list[Quantity]
+    chain: Chain,
+    tensors: Tensors,
+    trace: Trace,
+    p: Precision,
+    quantities: list[Quantity],
+    compared: Callable[[Expected], list[Quantity]],
+    without: Collection[str],
 ) -> list[Quantity]:
     """The same end to end, where what a cheaper algorithm loses may show though no link of its own could tell."""
     if not any(q.faulty for q in quantities):
         return quantities
-    found = {link.writes: _models(link, tensors, trace, p, quantities) for link in chain.links}
-    for model in dict.fromkeys(name for models in found.values() for name in models):
-        ops = {site: models[model] for site, models in found.items() if model in models}
-        looser = replace(chain, links=with_ops(chain.links, **ops))
-        if any(q.faulty for q in _whole(chain, trace, p, end_to_end(looser, tensors, p))):
+    found = {link.writes: models_at(link, tensors, trace, p, quantities) for link in chain.links}
+    for model, looser, ops in ways(found, p, without):
+        cheaper = replace(chain, links=with_ops(chain.links, **ops))
+        if any(q.faulty for q in compared(end_to_end(cheaper, tensors, looser))):
             continue
         return [msgspec.structs.replace(q, verdict=f"lossy:{model}") if q.faulty else q for q in quantities]
     return quantities
 
 
-def _models(link: Link, tensors: Tensors, trace: Trace, p: Precision, quantities: Sequence[Quantity]) -> dict[str, Op]:
+def ways(
+    found: Mapping[str, Mapping[str, Op]], p: Precision, without: Collection[str]
+) -> Iterator[tuple[str, Precision, dict[str, Op]]]:
+    """Every cheaper algorithm at hand, by name: with the ops that it puts at some sites, or a precision for all."""
+    for model in dict.fromkeys(name for models in found.values() for name in models):
+        if model in without:
+            continue
+        yield model, p, {site: models[model] for site, models in found.items() if model in models}
+    for model, precision in LOOSER_PRECISIONS.items():
+        looser = precision(p)
+        if looser is not None and model not in without:
+            yield model, looser, {}
+
+
+def models_at(
+    link: Link, tensors: Tensors, trace: Trace, p: Precision, quantities: Sequence[Quantity]
+) -> dict[str, Op]:
     """The looser models that a link's recorded output suggests."""
     misshapen = {q.name for q in quantities if q.what == "activation" and q.defect == "shape"}
     held = {**tensors, **{site: v for site, v in trace.acts.items() if site not in misshapen}}

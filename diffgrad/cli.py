@@ -14,10 +14,14 @@ import msgspec
 import typer
 
 from diffgrad import __version__, show
-from diffgrad.adapters.registry import ADAPTERS, FRAMEWORKS
+from diffgrad.adapters.registry import ADAPTERS, FRAMEWORKS, OFFERS
 from diffgrad.campaign import Campaign, summary
 from diffgrad.certify import certify as certify_all
+from diffgrad.commands.report import report
+from diffgrad.commands.triage import triage
 from diffgrad.corpus import Corpus, CorpusError
+from diffgrad.errors import UsageError
+from diffgrad.how import MODES, Device
 from diffgrad.mutants import MUTANTS, false_alarms, hunt, median_cases
 from diffgrad.replay import entries_at
 from diffgrad.replay import replay as replay_entries
@@ -41,11 +45,8 @@ app = typer.Typer(
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")]
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder of saved counterexamples.")]
 Adapters = Annotated[list[str] | None, typer.Option("--adapter", help="Framework to run (repeatable).")]
+DeviceOption = Annotated[str, typer.Option("--device", help="Where frameworks run: cpu, cuda or auto.")]
 InProcessFlag = Annotated[bool, typer.Option("--in-process", help="Run frameworks in this process (debugging).")]
-
-
-class UsageError(RuntimeError):
-    """Options that make no sense; the message says which and what would do."""
 
 
 def _one_sentence(command: Callable[P, R]) -> Callable[P, R]:
@@ -93,8 +94,13 @@ def fuzz(
     seed: Annotated[int | None, typer.Option(help="Random seed; drawn, and shown, when not given.")] = None,
     block: Annotated[list[str] | None, typer.Option(help="Block to draw (repeatable); all by default.")] = None,
     adapter: Adapters = None,
-    mode: Annotated[list[str] | None, typer.Option(help="Only frameworks that run in this mode: eager, jit.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="float32, float64; both by default.")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help=f"Only in this mode (repeatable): {', '.join(MODES)}; all by default.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"Only in this dtype (repeatable): {', '.join(DTYPES)}; all by default.")
+    ] = None,
+    device: DeviceOption = "cpu",
     corpus: CorpusFolder = Path("corpus"),
     in_process: InProcessFlag = False,
     json: JsonFile = None,
@@ -102,22 +108,22 @@ def fuzz(
     """Look for wrong gradients. Exit 0: none new; 1: new findings, saved; 2: bad usage or no framework."""
     blocks = _chosen("--block", block, tuple(BLOCKS))
     dtypes = _chosen("--dtype", dtype, DTYPES)
-    names = _chosen("--adapter", adapter, tuple(ADAPTERS), FRAMEWORKS)
+    names = _in_mode(_chosen("--adapter", adapter, tuple(ADAPTERS), FRAMEWORKS), mode)
+    where, names = _placed(device, names)
     _probe(json)
     store = Corpus(corpus)
     store.prepare()
     key = secrets.randbelow(2**31) if seed is None else seed
     interrupted = False
-    with _runner(names, in_process, advice=adapter is None) as runner:
-        kept = _in_mode(runner, mode)
+    with _runner(names, in_process, advice=adapter is None, device=where) as runner:
         with show.fuzzing(seconds) as progress:
-            campaign = Campaign(runner, store, blocks, dtypes, kept, progress)
+            campaign = Campaign(runner, store, blocks, dtypes, names, progress, mode, where)
             try:
                 campaign.run(key, seconds=seconds)
             except KeyboardInterrupt:
                 interrupted = True
-        abouts = {n: a for n, a in runner.about().items() if n in kept}
-    result = {"seed": key, **summary(campaign.tally, store)}
+        abouts = runner.about()
+    result = {"seed": key, "device": where, **summary(campaign.tally, store)}
     show.fuzz(result, abouts, interrupted)
     _write(json, result)
     if interrupted:
@@ -234,6 +240,10 @@ def mutants(
         raise typer.Exit(1)
 
 
+for command in (triage, report):
+    app.command()(_one_sentence(command))
+
+
 def _chosen(
     option: str, given: Sequence[str] | None, known: Sequence[str], default: Sequence[str] | None = None
 ) -> tuple[str, ...]:
@@ -243,17 +253,39 @@ def _chosen(
     return tuple(dict.fromkeys(given)) if given else tuple(default or known)
 
 
-def _runner(names: Sequence[str], in_process: bool, advice: bool = False) -> AbstractContextManager[Runner]:
+def _runner(
+    names: Sequence[str], in_process: bool, advice: bool = False, device: Device = "cpu"
+) -> AbstractContextManager[Runner]:
     if in_process:
         return InProcess(names)
-    return Workers(names, advice="or name the frameworks to run with --adapter" if advice else "")
+    return Workers(names, advice="or name the frameworks to run with --adapter" if advice else "", device=device)
 
 
-def _in_mode(runner: Runner, modes: Sequence[str] | None) -> tuple[str, ...]:
-    abouts = runner.about()
-    known = sorted({a.mode for a in abouts.values()})
-    wanted = _chosen("--mode", modes, known)
-    return tuple(n for n, a in abouts.items() if a.mode in wanted)
+def _in_mode(names: Sequence[str], modes: Sequence[str] | None) -> tuple[str, ...]:
+    """The frameworks that have one of the modes asked for."""
+    wanted = _chosen("--mode", modes, MODES)
+    kept = tuple(n for n in names if set(OFFERS[n].modes) & set(wanted))
+    if not kept:
+        having = "; ".join(f"{n} has {', '.join(OFFERS[n].modes)}" for n in names)
+        raise UsageError(f"--mode {', '.join(wanted)}: no framework that is asked for has it ({having})")
+    return kept
+
+
+def _placed(device: str, names: tuple[str, ...]) -> tuple[Device, tuple[str, ...]]:
+    """The device to run on and the frameworks to run; ``auto`` is a CUDA device if some framework sees one."""
+    _chosen("--device", [device], ("cpu", "cuda", "auto"))
+    if device != "auto":
+        return ("cuda" if device == "cuda" else "cpu"), names
+    seeing = tuple(n for n in names if n != "numpy" and _sees_cuda(n))
+    return ("cuda", seeing) if seeing else ("cpu", names)
+
+
+def _sees_cuda(name: str) -> bool:
+    try:
+        with Workers([name], device="cuda"):
+            return True
+    except WorkerError:
+        return False
 
 
 def _probe(path: Path | None) -> None:

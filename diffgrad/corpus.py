@@ -6,6 +6,7 @@ a file.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from packaging.version import Version
 
 from diffgrad.case import SCHEMA, Case, case_from_object, check_schema, convert
 from diffgrad.specs import CaseError
@@ -24,11 +26,12 @@ class CorpusError(RuntimeError):
     """The corpus cannot be read or written; the message says which file and why."""
 
 
-class Signature(msgspec.Struct, frozen=True):
+class Signature(msgspec.Struct, frozen=True, omit_defaults=True):
     """What makes two findings the same one.
 
     ``link`` is the op that is answerable, ``condition`` says which of its results (activation, cotangent, gradient) or
-    which exception.
+    which exception. ``how`` names the conditions, beside the mode, that the fault takes; empty if it shows under plain
+    ones.
     """
 
     adapter: str
@@ -37,9 +40,16 @@ class Signature(msgspec.Struct, frozen=True):
     link: str
     verdict: str
     condition: str
+    how: str = ""
 
     def __str__(self) -> str:
-        return "/".join((self.adapter, self.mode, self.dtype, self.link, self.verdict, self.condition))
+        parts = (self.adapter, self.mode, self.dtype, self.link, self.verdict, self.condition)
+        return "/".join((*parts, self.how) if self.how else parts)
+
+    @property
+    def core(self) -> tuple[str, ...]:
+        """What stays the same while the conditions of a case are made plainer."""
+        return (self.adapter, self.dtype, self.link, self.verdict, self.condition)
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +62,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         sentence: the blamed link, element, got, expected, error and bar.
         explanation: one line for people.
         upstream: reference to the framework's own issue, where known.
+        date: when it was saved, as YYYY-MM-DD.
+        original: the case before it was shrunk to a single op, where it was.
+        witnesses: what others gave for the same case (other frameworks, float64, other modes, NumPy): name -> verdict.
+        history: version of the framework -> ``fails`` or ``passes``, of every version that was tried since.
     """
 
     case: Case
@@ -61,7 +75,18 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     versions: dict[str, str]
     explanation: str = ""
     upstream: str = ""
+    date: str = ""
+    original: Case | None = None
+    witnesses: dict[str, str] = {}
+    history: dict[str, str] = {}
     schema: int = SCHEMA
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """The versions of the framework in which the fault was seen, the oldest first."""
+        own = self.versions.get(self.signature.adapter, "")
+        failing = {v for v, outcome in self.history.items() if outcome == "fails"} | ({own} if own else set())
+        return tuple(sorted(failing, key=Version))
 
     @property
     def id(self) -> str:
@@ -74,6 +99,11 @@ def entry_to_json(entry: Entry) -> bytes:
     """Readable JSON, fields in a fixed order."""
     raw = msgspec.to_builtins(entry)
     raw["case"] = msgspec.json.decode(entry.case.to_json())
+    if entry.original is not None:
+        raw["original"] = msgspec.json.decode(entry.original.to_json())
+    for field in ("date", "original", "witnesses", "history"):
+        if not raw[field]:
+            del raw[field]  # most entries have none
     head = {"schema": raw.pop("schema"), "id": entry.id}
     return msgspec.json.format(msgspec.json.encode({**head, **raw}), indent=2) + b"\n"
 
@@ -90,13 +120,14 @@ def read_entry(path: Path) -> Entry:
         if "case" not in raw:
             raise CaseError("no field 'case'")
         case = case_from_object(raw["case"])
+        original = case_from_object(raw["original"]) if raw.get("original") else None
         stated = raw.pop("id", None)
         entry = convert(raw, Entry)
     except OSError as e:
         raise CorpusError(f"{path}: cannot be read ({e.strerror})") from None
     except (msgspec.DecodeError, CaseError) as e:
         raise CorpusError(f"{path}: not a corpus entry ({e}); restore it, or delete the file") from None
-    entry = msgspec.structs.replace(entry, case=case)
+    entry = msgspec.structs.replace(entry, case=case, original=original)
     if stated is not None and stated != entry.id:
         raise CorpusError(
             f"{path}: its case was edited (id says {stated}, the case hashes to {entry.id}); restore it, "
@@ -141,6 +172,31 @@ class Corpus:
         for path in self.paths():
             yield read_entry(path)
 
+    def find(self, prefix: str) -> Entry:
+        """The entry whose id begins with ``prefix``.
+
+        Raises:
+            CorpusError: there is none, or more than one.
+        """
+        found = [p for p in self.paths() if p.stem.startswith(prefix)] if prefix else []
+        if len(found) == 1:
+            return read_entry(found[0])
+        if found:
+            raise CorpusError(f"{prefix}: {len(found)} entries begin so ({', '.join(p.stem for p in found)}); say more")
+        raise CorpusError(
+            f"{prefix or 'an empty id'}: no entry of {self.folder} begins so; `diffgrad triage` lists them"
+        )
+
+    def replace(self, entry: Entry) -> Path:
+        """Write an entry over the one of the same id.
+
+        Raises:
+            CorpusError: the file cannot be written; the old one is still there.
+        """
+        path = self.folder / f"{entry.id}.json"
+        self._write(path, entry_to_json(entry))
+        return path
+
     def known(self) -> set[str]:
         """Signatures, as strings, of the faults that are still there: open ones and conventions."""
         return {str(e.signature) for e in self.entries() if e.status != "fixed"}
@@ -157,7 +213,18 @@ class Corpus:
         return path
 
     def write_index(self) -> None:
-        """Rewrite INDEX.md from the entries."""
+        """Rewrite INDEX.md from the entries. One writer at a time, so that none misses another's entry."""
+        try:
+            lock = os.open(self.folder / ".index.lock", os.O_WRONLY | os.O_CREAT, 0o644)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as e:
+            raise CorpusError(f"{self.folder}: the index could not be locked ({e.strerror})") from None
+        try:
+            self._write_index()
+        finally:
+            os.close(lock)
+
+    def _write_index(self) -> None:
         rows = [
             f"| [{e.id}]({e.id}.json) | {e.status} | {e.signature.adapter} | {e.case.block.kind} | "
             f"{e.signature.link} | {e.signature.verdict} | {_cell(e.explanation or e.sentence)} |"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from diffgrad.adapters.registry import COMPILED_MODES
+from diffgrad.adapters.registry import compiled, mode_of
 from diffgrad.bars import PRECISIONS
 from diffgrad.case import Case
 from diffgrad.chains import chain_of
-from diffgrad.check import Quantity, Report, check_run
+from diffgrad.check import Quantity, Report, check_bare, check_run
 from diffgrad.corpus import Signature
+from diffgrad.how import How
 from diffgrad.oracle import Expected, end_to_end
-from diffgrad.trace import Arrays
+from diffgrad.tangents import check_tangents
+from diffgrad.trace import Arrays, Trace
 from diffgrad.worker import Answer
 
 RUN_FAULTS = ("crash", "hang", "error")
@@ -48,47 +51,78 @@ class Judgement:
         """The fault of that signature, if the run has it."""
         return next((f for f in self.faults if f.signature == signature), None)
 
+    def alike(self, signature: Signature) -> Fault | None:
+        """The same fault under whatever conditions, if the run has it."""
+        return next((f for f in self.faults if f.signature.core == signature.core), None)
 
-def judge(answer: Answer, mode: str) -> Judgement:
-    """Check one answer.
 
-    Args:
-        answer: an adapter's outcome.
-        mode: how the adapter ran (``eager`` or ``jit``).
-    """
+def judge(answer: Answer) -> Judgement:
+    """Check one answer, under the conditions of its case."""
     case, outcome = answer.case, answer.outcome
+    signed = partial(signature_of, answer.adapter, case)
     if outcome.trace is None:
         if outcome.status not in RUN_FAULTS:
             return Judgement(outcome.status, outcome.reason)
-        kind = outcome.reason.split(":", 1)[0] if outcome.status == "error" else case.block.kind
-        signature = Signature(answer.adapter, mode, case.dtype, "run", outcome.status, kind)
+        kind = _exception(outcome.reason) if outcome.status == "error" else case.block.kind
         sentence = f"{outcome.status}: {outcome.reason}"
+        signature = _signature(answer.adapter, case, "run", outcome.status, kind)
         return Judgement(outcome.status, sentence, (Fault(signature, sentence),))
-    report = check_run(
-        chain_of(case.block),
-        _tensors(case),
-        outcome.trace,
-        case.dtype,
-        mode in COMPILED_MODES,
-        _whole(case) if case.dtype == "float64" else None,
-        case.lr,
-    )
+    report = _report(case, outcome.trace, compiled(answer.adapter, case.how))
     faults: dict[Signature, Fault] = {}
     faulty = [q for q in report.quantities if q.faulty]
     if any(q.defect for q in faulty):
         faulty = faulty[:1]  # a part that is missing or misshapen leaves its mark on everything around it
     for q in faulty:
-        signature = signature_of(answer.adapter, mode, case.dtype, q)
-        faults.setdefault(signature, Fault(signature, q.sentence()))
+        faults.setdefault(signed(q), Fault(signed(q), q.sentence()))
     sentence = next(iter(faults.values())).sentence if faults else ""
     return Judgement(report.verdict, sentence, tuple(faults.values()), report)
 
 
-def signature_of(adapter: str, mode: str, dtype: str, fault: Quantity) -> Signature:
+def _report(case: Case, trace: Trace, recomputes: bool) -> Report:
+    chain, tensors = chain_of(case.block), _tensors(case)
+    p = PRECISIONS[case.dtype]
+    without = impossible(case.how)
+    if case.how.mode == "jvp":
+        quantities = check_tangents(chain, tensors, trace, case.tangents(), p, recomputes, without)
+        return Report(tuple(quantities), len(chain.links), 0)
+    # Asked for only where it is needed: it costs as much as everything else.
+    whole = partial(_whole, case)
+    report = check_run(chain, tensors, trace, case.dtype, recomputes, whole, case.lr, without)
+    if case.how.bare and report.first_fault is None:
+        bare = check_bare(chain, tensors, trace, p, whole, without)
+        return Report((*report.quantities, *bare), report.links, report.nodes)
+    return report
+
+
+_OF_DEVICES = ("winograd", "winograd4x4", "fft", "approximate_tanh", "approximate_exp")
+"""Cheaper algorithms that only kernels of an accelerator take; on a CPU they would be news."""
+
+
+def impossible(how: How) -> tuple[str, ...]:
+    """The looser models that a run under these conditions cannot have used."""
+    return (*(() if how.tf32 else ("tf32_operands",)), *(() if how.device == "cuda" else _OF_DEVICES))
+
+
+def signature_of(adapter: str, case: Case, fault: Quantity) -> Signature:
     """What makes a fault the same one wherever it shows: sites and sizes do not count."""
     link = "+".join(part.split("@")[0] for part in fault.link.split("+"))
     condition = f"{fault.what} {fault.defect}".strip()
-    return Signature(adapter, mode, dtype, link, fault.verdict, condition)
+    return _signature(adapter, case, link, fault.verdict, condition)
+
+
+def _exception(reason: str) -> str:
+    """An exception's type and the first words of its message; names, sizes and numbers vary from case to case."""
+    kind, _, message = reason.partition(":")
+    words = re.findall(r"[A-Za-z]+", message.splitlines()[0] if message else "")
+    return " ".join([kind, "-".join(words[:_WORDS]).lower()]).strip()
+
+
+_WORDS = 6
+
+
+def _signature(adapter: str, case: Case, link: str, verdict: str, condition: str) -> Signature:
+    how = case.how
+    return Signature(adapter, mode_of(adapter, how), case.dtype, link, verdict, condition, how.label())
 
 
 # The frameworks answer the same case at about the same time, and share what does not depend on them.

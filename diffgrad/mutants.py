@@ -6,6 +6,7 @@ the unmutated adapter raises no alarm on the same cases.
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,12 +17,14 @@ import numpy as np
 
 from diffgrad.adapters.base import Tap
 from diffgrad.adapters.numpy import AnyUib, Floats, NumpyAdapter, Var
+from diffgrad.adapters.numpy_ops import Padding, Window
 from diffgrad.case import Case
 from diffgrad.chains import chain_of
 from diffgrad.check import Quantity, check_run
 from diffgrad.specs import (
     AttentionSpec,
     ConvNeXtSpec,
+    ConvOpSpec,
     EncoderSpec,
     FusedSpec,
     HeadSpec,
@@ -173,7 +176,7 @@ class _StridedSkip(NumpyAdapter):
 
 
 class _DepthwiseSame(NumpyAdapter):
-    def depthwise(self, x: Var, w: Var, stride: int = 1, padding: str = "symmetric") -> Var:
+    def depthwise(self, x: Var, w: Var, stride: int = 1, padding: Padding = "symmetric") -> Var:
         return super().depthwise(x, w, stride, "xla_same")
 
 
@@ -400,6 +403,158 @@ class _PositionMean(NumpyAdapter):
         return Var(x.value + pos.value, (x, pos), lambda dy: (dy, dy.mean(0)))
 
 
+# Faults of single ops, which a whole block hides or seldom reaches.
+
+
+class _ReluAtZero(NumpyAdapter):
+    """The derivative at exactly 0 is 1."""
+
+    def relu(self, x: Var) -> Var:
+        mask = x.value >= 0
+        return Var(super().relu(x).value, (x,), lambda dy: (dy * mask,))
+
+
+class _Relu6AtSix(NumpyAdapter):
+    """The derivative at exactly 6 is 1."""
+
+    def relu6(self, x: Var) -> Var:
+        mask = (x.value > 0) & (x.value <= 6)
+        return Var(super().relu6(x).value, (x,), lambda dy: (dy * mask,))
+
+
+class _FarPadClamped(NumpyAdapter):
+    """A transposed convolution cannot have a negative padding: one beyond k - 1 is taken as k - 1."""
+
+    def way_back(self, window: Window) -> Window:
+        clamped = copy.copy(window)
+        clamped.low = [min(low, k - 1) for low, k in zip(window.low, window.kernel, strict=True)]
+        return clamped
+
+
+class _CropForgotten(NumpyAdapter):
+    """A negative padding crops in the forward only."""
+
+    def way_back(self, window: Window) -> Window:
+        whole = copy.copy(window)
+        whole.low = [max(low, 0) for low in window.low]
+        return whole
+
+
+class _StrideAsKernel(NumpyAdapter):
+    """Taps are taken to lie side by side in the backward, where the stride leaves gaps."""
+
+    def way_back(self, window: Window) -> Window:
+        dense = copy.copy(window)
+        dense.stride = min(window.stride, min(window.kernel))
+        return dense
+
+
+class _SameHighFirst(NumpyAdapter):
+    """Of an odd padding the larger half comes first."""
+
+    def window(self, x: tuple[int, ...], w: tuple[int, ...], stride: int, padding: Padding) -> Window:
+        window = super().window(x, w, stride, padding)
+        if padding == "xla_same":
+            sizes = zip(x[2:], window.out, window.kernel, strict=True)
+            totals = [max((out - 1) * stride + k - size, 0) for size, out, k in sizes]
+            window.low = [total - total // 2 for total in totals]
+        return window
+
+
+class _EmptyAsInput(NumpyAdapter):
+    """A convolution of an empty batch hands its input on."""
+
+    def op_conv(self, b: ConvOpSpec, t: dict[str, Var], tap: Tap) -> Var:
+        if b.n:
+            return super().op_conv(b, t, tap)
+        out = super().op_conv(b, t, tap)
+        return Var(t["x"].value, (out,), lambda dy: (dy,))
+
+
+class _EmptyMean(NumpyAdapter):
+    """The kernel's gradient of an empty batch is 0/0."""
+
+    def weight_sum(self, dw: Floats, batch: int) -> Floats:
+        return dw if batch else np.full_like(dw, np.nan)
+
+
+class _InstanceNorm(NumpyAdapter):
+    """Statistics of a map of one element are taken over the map only."""
+
+    def bn(self, x: Var, g: Var, b: Var) -> Var:
+        if x.value.shape[2:] != (1, 1):
+            return super().bn(x, g, b)
+        return self.norm(x, g, b, (2, 3), (0, 2, 3))
+
+
+class _FirstRows(NumpyAdapter):
+    """Gamma's and beta's gradients are summed over one block of 256 rows."""
+
+    def bn_nodes(self, dy: Floats, dx: Floats, normed: Floats, shared: tuple[int, ...]) -> tuple[Floats, Floats]:
+        rows = np.arange(dy[..., 0].size).reshape(*dy.shape[:-1], 1)
+        return super().bn_nodes(np.where(rows < 256, dy, dy.dtype.type(0)), dx, normed, shared)
+
+
+class _DenseBiasMean(NumpyAdapter):
+    def dense(self, x: Var, w: Var, b: Var, bf16: bool = False) -> Var:
+        out = super().dense(x, w, b, bf16)
+
+        def pull(dy: Floats) -> tuple[Floats, ...]:
+            dx, dw, db = out.pull(dy)
+            return dx, dw, db / db.dtype.type(dy.size // len(db))
+
+        return Var(out.value, (x, w, b), pull)
+
+
+class _PoolByHeight(NumpyAdapter):
+    def gap(self, x: Var) -> Var:
+        width = x.value.dtype.type(x.value.shape[3])
+        out = super().gap(x)
+        return Var(out.value * width, (x,), lambda dy: (out.pull(dy * width)[0],))
+
+
+class _ScaleMean(NumpyAdapter):
+    """Layer scale's gradient is averaged over the batch."""
+
+    def layer_scale(self, x: Var, g: Var) -> Var:
+        out = super().layer_scale(x, g)
+        count = x.value.dtype.type(len(x.value))
+
+        def pull(dy: Floats) -> tuple[Floats, ...]:
+            dx, dg = out.pull(dy)
+            return dx, dg / count
+
+        return Var(out.value, (x, g), pull)
+
+
+class _WrongExample(NumpyAdapter):
+    def scale(self, x: Var, a: Floats) -> Var:
+        return super().scale(x, np.roll(a, 1))
+
+
+class _FirstBlock(NumpyAdapter):
+    """A row's exponentials are summed over its first 256."""
+
+    def softmax(self, z: Var, axis: int = -1) -> Var:
+        powers = np.exp(z.value - z.value.max(axis, keepdims=True))
+        p = powers / powers[..., :256].sum(axis, keepdims=True)
+        return Var(p, (z,), lambda dp: (self.softmax_back(p, dp, axis),))
+
+
+class _KeysUnscaled(NumpyAdapter):
+    """dK without the factor 1/sqrt(d)."""
+
+    def scores(self, q: Var, k: Var, heads: int, bf16: bool = False) -> Var:
+        out = super().scores(q, k, heads, bf16)
+        root = k.value.dtype.type(np.sqrt(k.value.shape[-1] // heads))
+
+        def pull(ds: Floats) -> tuple[Floats, ...]:
+            dq, dk = out.pull(ds)
+            return dq, dk * root
+
+        return Var(out.value, (q, k), pull)
+
+
 class Mutant(NamedTuple):
     """A planted fault: its trap in words, the adapter that has it, and what may be blamed for it.
 
@@ -415,6 +570,9 @@ class Mutant(NamedTuple):
 
 _CNX = ("convnext",)
 _LN_BACK = ("layernorm cotangent",)
+_CONV = ("op_conv",)
+_CONV_OUT = ("conv2d activation", "depthwise activation")
+_CONV_BACK = ("conv2d cotangent", "depthwise cotangent")
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("bn_nodes_at_conv", "BN gamma/beta read the conv's cotangent", _NodesAtConv, ("batchnorm gradient",)),
@@ -575,6 +733,35 @@ MUTANTS: tuple[Mutant, ...] = (
         ("loss",),
     ),
     Mutant("vit_tokens_frozen", "LN statistics constant in ViT", _FrozenStatistics, _LN_BACK, ("vit",)),
+    Mutant("relu_at_zero", "relu'(0) = 1", _ReluAtZero, ("relu cotangent",), ("op_act",)),
+    Mutant("relu6_at_six", "relu6'(6) = 1", _Relu6AtSix, ("relu6 cotangent",), ("op_act",)),
+    Mutant("far_pad", "a padding beyond k - 1 clamped in the backward", _FarPadClamped, _CONV_BACK, _CONV),
+    Mutant("crop_forgotten", "a negative padding not cropped in the backward", _CropForgotten, _CONV_BACK, _CONV),
+    Mutant("stride_as_kernel", "a stride above k taken as k in the backward", _StrideAsKernel, _CONV_BACK, _CONV),
+    Mutant("same_high_first", "an odd XLA-SAME padding split high-first", _SameHighFirst, _CONV_OUT, _CONV),
+    Mutant("empty_as_input", "an empty batch convolved to the input's shape", _EmptyAsInput, _CONV_OUT, _CONV),
+    Mutant(
+        "empty_mean",
+        "NaN for the kernel's gradient of an empty batch",
+        _EmptyMean,
+        ("conv2d gradient", "depthwise gradient"),
+        _CONV,
+    ),
+    Mutant("instance_norm", "BN of a 1x1 map without the batch", _InstanceNorm, ("batchnorm activation",), ("op_bn",)),
+    Mutant("first_rows", "LN gradients of 256 rows only", _FirstRows, ("layernorm gradient",), ("op_ln",)),
+    Mutant("dense_bias_mean", "a dense bias gradient averaged", _DenseBiasMean, ("dense gradient",), ("op_dense",)),
+    Mutant("pool_by_height", "GAP divided by H only", _PoolByHeight, ("globalaveragepool activation",), ("op_pool",)),
+    Mutant("scale_mean", "layer scale's gradient averaged", _ScaleMean, ("layerscale gradient",), ("op_scale",)),
+    Mutant("wrong_example", "another example dropped", _WrongExample, ("droppath activation",), ("op_drop",)),
+    Mutant(
+        "softmax_alone_not_centred",
+        "softmax's Jacobian without the row's sum",
+        _SoftmaxNotCentred,
+        ("softmaxrows cotangent",),
+        ("op_softmax",),
+    ),
+    Mutant("first_block", "a row normed by its first 256", _FirstBlock, ("softmaxrows activation",), ("op_softmax",)),
+    Mutant("keys_unscaled", "dK without 1/sqrt(d)", _KeysUnscaled, ("attention gradient",), ("op_sdpa",)),
     Mutant("part_per_thousand", "gamma's gradient off by 0.1%", _PartPerThousand, ("batchnorm gradient",)),
 )
 

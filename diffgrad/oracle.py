@@ -48,7 +48,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class _Fed:
+class Fed:
     """What a link reads: ``carried`` has the producer's bar where a compiler may recompute it, ``plain`` has not."""
 
     carried: Bounded
@@ -109,8 +109,8 @@ class Walk:
     def _params(self, link: Link) -> tuple[Bounded, ...]:
         return tuple(self._given[name] for name in (*link.feeds, *link.constants))
 
-    def _forward(self, give: Callable[[Key, Bounded], None]) -> dict[str, _Fed]:
-        fed = {self._chain.input: _fed(self._given[self._chain.input])}
+    def _forward(self, give: Callable[[Key, Bounded], None]) -> dict[str, Fed]:
+        fed = {self._chain.input: as_fed(self._given[self._chain.input])}
         for link in self._chain.links:
             op, ps = self._op(link), self._params(link)
             xs, plain = (tuple(getattr(fed[s], kind) for s in link.reads) for kind in ("carried", "plain"))
@@ -122,12 +122,12 @@ class Walk:
             give(key, y)
         return fed
 
-    def _backward(self, give: Callable[[Key, Bounded], None], fed: dict[str, _Fed]) -> None:
+    def _backward(self, give: Callable[[Key, Bounded], None], fed: dict[str, Fed]) -> None:
         # What each consumer of a site hands back, and the part of its bar that a recomputing compiler may show.
         parts: dict[str, list[tuple[Bounded, Array]]] = defaultdict(list)
         for link in reversed(self._chain.links):
             if link.writes == self._chain.output:
-                dy = _fed(self._given["dy"])
+                dy = as_fed(self._given["dy"])
             else:
                 dy = self._collect(give, parts, link.writes)
             fed.pop(link.writes)  # all that read it are done
@@ -145,7 +145,7 @@ class Walk:
 
     def _collect(
         self, give: Callable[[Key, Bounded], None], parts: dict[str, list[tuple[Bounded, Array]]], site: str
-    ) -> _Fed:
+    ) -> Fed:
         """The cotangent at a site: the sum over everything that reads it."""
         readers = parts.pop(site)
         terms = [dx for dx, _ in readers]
@@ -155,28 +155,28 @@ class Walk:
         give(("cots", site), dy)
         return fed
 
-    def _feed(self, key: Key, expected: Bounded, carried: Array) -> _Fed:
+    def _feed(self, key: Key, expected: Bounded, carried: Array) -> Fed:
         if self._noise is not None:
             # Noise may take away a degeneracy that the plain run has (a variance of 0), and its wide bar with it.
             reach = expected.err if self._doubt is None else np.maximum(expected.err, self._doubt[key])
             moved = expected.val + self._noise(expected.val.shape) * reach
-            return _fed(Bounded(moved, np.zeros_like(moved), self._p))
+            return as_fed(Bounded(moved, np.zeros_like(moved), self._p))
         if self._doubt is not None:
-            return _fed(Bounded(expected.val, self._doubt[key], self._p))
+            return as_fed(Bounded(expected.val, self._doubt[key], self._p))
         if self._trace is None:
-            return _fed(expected)
+            return as_fed(expected)
         part, site = key
         got = getattr(self._trace, part).get(site)
         if got is None or got.shape != expected.val.shape:
             # Its absence is reported where it is due; downstream nothing can be said.
-            return _fed(Bounded(expected.val, np.full_like(expected.val, np.inf), self._p))
+            return as_fed(Bounded(expected.val, np.full_like(expected.val, np.inf), self._p))
         plain = recorded(got.astype(np.float64), self._p)
         if not self._compiled:
-            return _fed(plain)
+            return as_fed(plain)
         # Recorded and recomputed value both lie within the bar, on either side: their distance is what is carried.
         with quiet():
             apart = carried + np.minimum(np.abs(plain.val - expected.val), carried)
-        return _Fed(recorded(got.astype(np.float64), self._p, apart), plain)
+        return Fed(recorded(got.astype(np.float64), self._p, apart), plain)
 
 
 def end_to_end(chain: Chain, tensors: Tensors, p: Precision) -> Expected:
@@ -253,5 +253,6 @@ def _furthest(a: Array, b: Array) -> float:
     return distance if np.isfinite(distance) else float("inf")
 
 
-def _fed(b: Bounded) -> _Fed:
-    return _Fed(b, b)
+def as_fed(b: Bounded) -> Fed:
+    """A value that no compiler recomputes."""
+    return Fed(b, b)

@@ -38,11 +38,10 @@ def entries_at(path: Path) -> list[Entry]:
 
 def replay(entries: Sequence[Entry], runner: Runner) -> Iterator[Replayed]:
     """Run each entry's case in its framework as an ordinary user would, with the default compile options."""
-    modes = {name: about.mode for name, about in runner.about().items()}
     for entry in entries:
         adapter = entry.signature.adapter
         for answer in runner.run([entry.case], [adapter], quick=False):
-            yield compare(entry, judge(answer, modes[adapter]))
+            yield compare(entry, judge(answer))
 
 
 def compare(entry: Entry, now: Judgement) -> Replayed:

@@ -42,11 +42,7 @@ def serve(channel: Any, name: str, log: str) -> None:
         channel.send(msgspec.json.encode({"missing": str(e)}))
         return
     first = adapters[False]
-    channel.send(
-        msgspec.json.encode(
-            {"pid": os.getpid(), "versions": first.versions(), "devices": first.devices(), "mode": first.mode}
-        )
-    )
+    channel.send(msgspec.json.encode({"pid": os.getpid(), "versions": first.versions(), "devices": first.devices()}))
     spent = time.process_time()
     for number, request in enumerate(channel):
         asked = msgspec.json.decode(request)

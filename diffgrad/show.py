@@ -17,6 +17,7 @@ from diffgrad.campaign import Tally
 from diffgrad.certify import Certificate
 from diffgrad.mutants import Kill
 from diffgrad.replay import Replayed
+from diffgrad.strategies.cases import DTYPES
 from diffgrad.tie import Tied
 from diffgrad.worker import About
 
@@ -56,10 +57,36 @@ def _lossy(result: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     return dict(sorted(out.items()))
 
 
+def _conditions(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Framework and mode by dtype: runs, faulty ones if any, and the worst error/bar."""
+    dtypes = [d for d in DTYPES if any(row["dtype"] == d for row in rows)]
+    table = Table(box=None, pad_edge=False)
+    for column in ("framework", "mode"):
+        table.add_column(column)
+    for dtype in dtypes:
+        table.add_column(f"{dtype}: runs, worst error/bar", justify="right")
+    cells = {(row["adapter"], row["mode"], row["dtype"]): row for row in rows}
+    for name, mode in dict.fromkeys((row["adapter"], row["mode"]) for row in rows):
+        shown = [_cell(cells.get((name, mode, dtype))) for dtype in dtypes]
+        table.add_row(name, mode, *shown)
+    return table
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    faults = sum(row["verdicts"].get(kind, 0) for kind in _FAULTS)
+    note = f" [bold red]{faults} faulty[/]" if faults else ""
+    return f"{row['runs']}{note}  {row['worst_error_over_bar']:.3f}"
+
+
+_FAULTS = ("wrong", "nonfinite", "crash", "hang", "error")
+
+
 def fuzz(result: Mapping[str, Any], abouts: Mapping[str, About], interrupted: bool) -> None:
     """The end of a campaign, for someone who sees it for the first time."""
     table = Table(box=None, pad_edge=False)
-    for column in ("framework", "version", "mode"):
+    for column in ("framework", "version"):
         table.add_column(column)
     for column in ("runs", "ok", "lossy", "faults", "other", "worst error/bar", "CPU s"):
         table.add_column(column, justify="right")
@@ -67,16 +94,19 @@ def fuzz(result: Mapping[str, Any], abouts: Mapping[str, About], interrupted: bo
         stats = result["adapters"].get(name, {"runs": 0, "verdicts": {}, "worst_error_over_bar": 0.0})
         v = stats["verdicts"]
         ok, lossy = v.get("ok", 0), sum(n for k, n in v.items() if k.startswith("lossy"))
-        faults = sum(v.get(k, 0) for k in ("wrong", "nonfinite", "crash", "hang", "error"))
+        faults = sum(v.get(k, 0) for k in _FAULTS)
         cells = (stats["runs"], ok, lossy, faults, stats["runs"] - ok - lossy - faults)
         version = escape(about.versions.get(name, ""))
         cpu = result["framework_cpu_s"].get(name, 0.0)
-        table.add_row(
-            name, version, escape(about.mode), *map(str, cells), f"{stats['worst_error_over_bar']:.3f}", f"{cpu:.1f}"
-        )
+        table.add_row(name, version, *map(str, cells), f"{stats['worst_error_over_bar']:.3f}", f"{cpu:.1f}")
     _out.print()
     _out.print(table)
     _out.print()
+    if len(result["conditions"]) > len(result["adapters"]):
+        _out.print(_conditions(result["conditions"]))
+        _out.print()
+    if result["unusual"]:
+        _out.print("unusual conditions: " + ", ".join(f"{name} {n}x" for name, n in result["unusual"].items()))
     rate = result["cases"] / result["wall_s"] if result["wall_s"] else 0.0
     _out.print(
         f"{result['cases']} cases in {result['wall_s']:.0f} s ({rate:.1f}/s): {result['links_checked']} links and "
@@ -128,12 +158,12 @@ def tied(net: str, nodes: int, name: str, result: Tied) -> None:
 def doctor(report: Mapping[str, Any]) -> None:
     """Which frameworks can run."""
     table = Table(box=None, pad_edge=False)
-    for column in ("framework", "runs", "mode", "version", "devices, or why not"):
+    for column in ("framework", "runs", "modes", "version", "devices, or why not"):
         table.add_column(column)
     for name, row in report["adapters"].items():
         if row["runs"]:
             versions = ", ".join(f"{k} {v}" for k, v in row["versions"].items())
-            table.add_row(name, "yes", row["mode"], escape(versions), escape(", ".join(row["devices"])))
+            table.add_row(name, "yes", ", ".join(row["modes"]), escape(versions), escape(", ".join(row["devices"])))
         else:
             table.add_row(name, "[red]no[/]", "", "", escape(row["why"]))
     _out.print(f"diffgrad {report['diffgrad']}")

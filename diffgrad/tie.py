@@ -138,9 +138,8 @@ def tie(spec: NetSpec, runner: Runner, seed: int = 0, known: Collection[str] = (
     ``known`` are signatures, as strings, of faults that need no alarm.
     """
     nodes = [t.name for t in spec.parameters()]
-    abouts = runner.about()
     started = time.monotonic()
-    passes: dict[str, dict[str, Judgement]] = {name: {} for name in abouts}
+    passes: dict[str, dict[str, Judgement]] = {name: {} for name in runner.about()}
     # The loss itself is what is differentiated, so its cotangent is 1.
     cases = [
         Case(block=_at(spec, dtype), dtype=dtype, values=Values("normal", seed), overrides={"dy": {"0": 1.0}}).check()
@@ -148,9 +147,9 @@ def tie(spec: NetSpec, runner: Runner, seed: int = 0, known: Collection[str] = (
     ]
     for answer in runner.run(cases, quick=False):
         name = answer.adapter
-        passes[name][answer.case.dtype] = judge(answer, abouts[name].mode)
+        passes[name][answer.case.dtype] = judge(answer)
         if len(passes[name]) == len(cases):
-            signed = partial(signature_of, name, abouts[name].mode)
+            signed = {str(case.dtype): partial(signature_of, name, case) for case in cases}
             yield name, _tied(nodes, passes[name], signed, known, time.monotonic() - started)
 
 
@@ -164,7 +163,7 @@ def _at(spec: NetSpec, dtype: Dtype) -> NetSpec:
 def _tied(
     nodes: Sequence[str],
     passes: Mapping[str, Judgement],
-    signed: Callable[[str, Quantity], Signature],
+    signed: Mapping[str, Callable[[Quantity], Signature]],
     known: Collection[str],
     wall_s: float,
 ) -> Tied:
@@ -181,7 +180,7 @@ def _tied(
             if q.verdict.startswith("lossy"):
                 lossy[q.verdict] += 1
             elif q.verdict != "ok":
-                listed = expected if str(signed(dtype, q)) in known else wrong
+                listed = expected if str(signed[dtype](q)) in known else wrong
                 listed.append(f"{dtype}: {q.sentence()}")
     gradients: dict[str, list[str]] = {node: [] for node in nodes}
     for q in quantities:

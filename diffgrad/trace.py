@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import ml_dtypes
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +23,21 @@ class Trace(msgspec.Struct, frozen=True):
         cots: activation site -> cotangent there. The output's cotangent is given, so it is not repeated.
         grads: parameter -> gradient. A gradient that the framework did not deliver is absent.
         updates: parameter -> its value after the SGD step, where the case asks for one.
+        tangents: activation site -> its tangent, in forward mode (which has no cotangents and gradients).
+        bare: the output (``out``), the input's cotangent and the gradients of a second run that exposes nothing else,
+            where the case asks for one.
     """
 
     acts: Arrays
     cots: Arrays
     grads: Arrays
     updates: Arrays = {}
+    tangents: Arrays = {}
+    bare: Arrays = {}
+
+    def parts(self) -> tuple[Arrays, ...]:
+        """Every group of arrays."""
+        return self.acts, self.cots, self.grads, self.updates, self.tangents, self.bare
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -63,7 +73,7 @@ def pack(outcome: Outcome, spool: Path | None = None) -> bytes:
 
 def is_large(trace: Trace | None) -> bool:
     """Whether a trace has arrays that are better kept in a file."""
-    parts = (trace.acts, trace.cots, trace.grads, trace.updates) if trace is not None else ()
+    parts = trace.parts() if trace is not None else ()
     return any(v.nbytes >= SPOOLED for part in parts for v in part.values())
 
 
@@ -72,10 +82,10 @@ def _enc(value: Any, file: BinaryIO | None = None) -> Any:
         raise NotImplementedError(f"cannot send a {type(value).__name__}")
     data = np.ascontiguousarray(value)
     if file is None or data.nbytes < SPOOLED:
-        return [value.dtype.str, list(value.shape), data.tobytes()]
+        return [_name(value.dtype), list(value.shape), data.tobytes()]
     at = file.tell()
     file.write(data.data)
-    return [value.dtype.str, list(value.shape), at]
+    return [_name(value.dtype), list(value.shape), at]
 
 
 def unpack(data: bytes, spool: Path | None = None) -> Outcome:
@@ -87,9 +97,18 @@ def unpack(data: bytes, spool: Path | None = None) -> Outcome:
 
 
 def _dec(kind: type, value: Any, spool: Path | None) -> Any:
-    dtype, shape, data = value
+    name, shape, data = value
+    dtype = _dtype(name)
     if isinstance(data, int):
         if spool is None:
             raise ValueError("the message refers to a file of arrays, and none is given")
-        return np.asarray(np.memmap(spool, np.dtype(dtype), "r", data, tuple(shape)))
-    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+        return np.asarray(np.memmap(spool, dtype, "r", data, tuple(shape)))
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.str if dtype.kind != "V" else dtype.name
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)

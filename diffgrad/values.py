@@ -24,7 +24,7 @@ class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """How a case's tensors are drawn.
 
     ``family`` names a row of FAMILIES, ``seed`` picks the draw, and ``exponent`` is the family's magnitude as a power
-    of two, for the families that have one (offset, tiny, huge, wide, repeated).
+    of two, for the families that have one (offset, tiny, huge, wide, repeated, integers, limits).
     """
 
     family: str = "normal"
@@ -139,7 +139,7 @@ def _constant(t: Tensor, bits: Bits, exponent: int) -> Floats:
 def _one_hot(t: Tensor, bits: Bits, exponent: int) -> Floats:
     """A single upstream element, so that every gradient shows one path."""
     v = _normal(t, bits, exponent)
-    if t.role != "cotangent":
+    if t.role != "cotangent" or not v.size:
         return v
     hot = int(bits.integers(0, v.size - 1, (1,))[0])
     return np.where(np.arange(v.size) == hot, 1.0 + np.abs(v.ravel()), 0.0).reshape(t.shape)
@@ -149,6 +149,60 @@ def _repeated(t: Tensor, bits: Bits, exponent: int) -> Floats:
     """Inputs that are the same along axis 1 but for a share of 2**-exponent: equal channels, equal tokens."""
     v = _normal(t, bits, exponent)
     return v[:, :1] + v * 2.0**-exponent if t.role == "input" else v
+
+
+# Where activations have their kinks, and a hair to either side in each precision (or the kink itself in a coarser one).
+_KINKS = (0.0, -0.0, 6.0)
+_HAIRS = (0.0, 2.0**-126, 2.0**-21, 2.0**-8, 2.0**-5)
+
+
+def _kinks(t: Tensor, bits: Bits, exponent: int) -> Floats:
+    """Most of the input exactly at 0 and 6, or a hair beside them."""
+    v = _normal(t, bits, exponent)
+    if t.role != "input":
+        return v
+    kink = np.array(_KINKS)[_choice(len(_KINKS), bits, t.shape)]
+    hair = np.array(_HAIRS)[_choice(len(_HAIRS), bits, t.shape)]
+    side = bits.integers(-1, 1, t.shape)
+    near = np.where(side * hair == 0.0, kink, kink + side * hair)  # -0.0 + 0.0 would lose the sign
+    return np.where(bits.chance(3, 4, t.shape), near, v)
+
+
+def _choice(count: int, bits: Bits, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    return bits.integers(0, count - 1, shape).astype(np.int64)
+
+
+def _integers(t: Tensor, bits: Bits, exponent: int) -> Floats:
+    """Small whole numbers, and equal cotangents: sums whose right value is plain to see, and exact even in 16 bit."""
+    if t.role == "cotangent":
+        return np.full(t.shape, 2.0**exponent)
+    reach = {"input": (-6, 6), "kernel": (-1, 1), "matrix": (-1, 1), "gamma": (1, 2)}.get(t.role, (-2, 2))
+    return bits.integers(*reach, t.shape)
+
+
+def _limits(t: Tensor, bits: Bits, exponent: int) -> Floats:
+    """A quarter of the input and of the cotangent at 1 to 1.75 times 2**exponent, which is to be near a limit of the
+    dtype: what overflows when it is squared, cubed, exponentiated, or added to its like."""
+    v = _normal(t, bits, exponent)
+    if t.role not in ("input", "cotangent"):
+        return v
+    far = (1.0 + bits.integers(0, 3, t.shape) / 4.0) * np.where(v < 0, -1.0, 1.0) * 2.0**exponent
+    return np.where(bits.chance(1, 4, t.shape), far, v)
+
+
+def _blank(t: Tensor, bits: Bits, exponent: int) -> Floats:
+    """Nothing but 0, for cases whose overrides spell out every number."""
+    return np.zeros(t.shape)
+
+
+LIMITS: dict[str, tuple[int, ...]] = {
+    # Around log(max), cbrt(max), sqrt(max), max.
+    "float32": (6, 42, 43, 44, 63, 64, 127),
+    "float64": (9, 10, 127),
+    "bfloat16": (6, 42, 43, 44, 63, 64, 127),
+    "float16": (3, 5, 6, 7, 8, 15),
+}
+"""Exponents of the family limits that tell in each dtype."""
 
 
 def _targets(spec: Spec, t: Tensor, bits: Bits) -> Floats:
@@ -175,6 +229,10 @@ FAMILIES: dict[str, tuple[Draw, tuple[int, int]]] = {
     "constant": (_constant, (0, 0)),
     "one_hot": (_one_hot, (0, 0)),
     "repeated": (_repeated, (0, 60)),
+    "kinks": (_kinks, (0, 0)),
+    "integers": (_integers, (-3, 3)),
+    "limits": (_limits, (0, 127)),
+    "blank": (_blank, (0, 0)),
 }
 
 
@@ -199,4 +257,4 @@ def draw_tensor(spec: Spec, tensor: Tensor, values: Values) -> Floats:
     return draw(tensor, Bits(values.seed, tensor.name), values.exponent)
 
 
-__all__ = ["FAMILIES", "Bits", "Role", "Values", "check_values", "draw_tensor"]
+__all__ = ["FAMILIES", "LIMITS", "Bits", "Role", "Values", "check_values", "draw_tensor"]

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ import msgspec
 from threadpoolctl import threadpool_limits
 
 from diffgrad.adapters.base import Adapter
-from diffgrad.adapters.registry import ADAPTERS, load
+from diffgrad.adapters.registry import ADAPTERS, OFFERS, load, offers
 from diffgrad.case import Case
+from diffgrad.how import Device, How
 from diffgrad.serve import spool_of
 from diffgrad.trace import Outcome, unpack
 
@@ -36,6 +38,12 @@ CASE_TIMEOUT = 120.0
 # Cases queued ahead in each worker, so that a fast one never waits; and the most that a slow one may fall behind.
 _AHEAD = 8
 _BEHIND = 64
+# What a case counts for in a queue, by mode, where it takes much longer than others.
+_COSTS = {"compile": 16, "xla": 4, "eager": 2}
+# Cases before a crash that may have caused it, each run again in a process of its own.
+_SUSPECTS = 12
+# Processes beside each framework's own, for other environments.
+_MOST_FLAVOURED = 3
 
 ENVIRONMENT: dict[str, str] = {
     # One thread a worker: several workers share the machine, and small cases gain nothing from more.
@@ -67,7 +75,7 @@ class About:
 
     versions: dict[str, str]
     devices: tuple[str, ...]
-    mode: str
+    modes: tuple[str, ...]
 
 
 class Runner(Protocol):
@@ -77,9 +85,10 @@ class Runner(Protocol):
         """What each adapter is, by name."""
 
     def run(self, cases: Iterable[Case], adapters: Sequence[str] | None = None, quick: bool = True) -> Iterator[Answer]:
-        """Run every case in every adapter (or in those named); answers come as they are ready, in any order.
+        """Run every case in every adapter (or in those named) that offers its conditions.
 
-        ``cases`` is drawn from as the workers need more, so that none waits for another.
+        Answers come as they are ready, in any order. ``cases`` is drawn from as the workers need more, so that none
+        waits for another.
         """
 
     def close(self) -> None:
@@ -96,7 +105,7 @@ def _remote(channel, root, name, log):  # type: ignore[no-untyped-def]
     serve(channel, name, log)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Job:
     case: Case
     quick: bool
@@ -113,6 +122,8 @@ class Worker:
     environment: Mapping[str, str] = field(default_factory=dict)
     about: About | None = None
     jobs: deque[_Job] = field(default_factory=deque)
+    past: deque[_Job] = field(default_factory=lambda: deque(maxlen=_SUSPECTS))
+    """The last jobs that the present process has answered."""
     deadline: float = 0.0
     generation: int = 0
     answered: int = 0
@@ -125,8 +136,9 @@ class Worker:
         """Start the process; ``ready`` waits for it."""
         self.generation += 1
         self.answered = 0
+        self.past.clear()
         self.about = None
-        self.log = self.logs / f"{self.name}-{os.getpid()}-{self.generation}.log"
+        self.log = self.logs / f"{self.name}-{uuid.uuid4().hex[:12]}.log"
         # Through env(1): libraries read some of these when the process starts, before execnet could set them.
         env = [f"{k}={v}" for k, v in {**ENVIRONMENT, **self.environment}.items()]
         command = shlex.join(["env", *env, self.python])
@@ -156,7 +168,7 @@ class Worker:
             self.kill()
             raise WorkerError(f"{self.name} cannot be imported ({hello['missing']}): {ADAPTERS[self.name].install}")
         self.pid = int(hello["pid"])
-        self.about = About(hello["versions"], tuple(hello["devices"]), hello["mode"])
+        self.about = About(hello["versions"], tuple(hello["devices"]), OFFERS[self.name].modes)
         generation = self.generation
         self._channel.setcallback(lambda data: self.answers.put((self, generation, data)), endmarker=None)
 
@@ -178,7 +190,33 @@ class Worker:
         self.deadline = time.monotonic() + CASE_TIMEOUT
         spool = spool_of(str(self.log), self.answered)
         self.answered += 1
-        return Answer(self.name, self.jobs.popleft().case, unpack(data, spool))
+        job = self.jobs.popleft()
+        self.past.append(job)
+        return Answer(self.name, job.case, unpack(data, spool))
+
+    @property
+    def load(self) -> int:
+        """What is queued, in units of an ordinary case."""
+        return sum(_COSTS.get(job.case.how.mode, 1) for job in self.jobs)
+
+    def alone(self, job: _Job) -> Outcome:
+        """Run one job in a process of its own, three times over: a corrupted heap may take a while to show."""
+        twin = Worker(self.name, queue.Queue(), self.logs, self.python, self.environment)
+        twin.begin()
+        try:
+            twin.ready()
+            twin.send([job] * 3)
+            outcome = Outcome("ok")
+            while twin.jobs:
+                _, _, data = twin.answers.get(timeout=CASE_TIMEOUT)
+                if data is None:
+                    return Outcome("crash", reason=f"the worker process died; {twin.last_words()}")
+                outcome = twin.done(data).outcome
+            return outcome
+        except queue.Empty:
+            return Outcome("hang", reason=f"no answer within {CASE_TIMEOUT:.0f} s")
+        finally:
+            twin.kill()
 
     def restart(self) -> None:
         """After a crash or a hang: a new process, with what was still to do."""
@@ -209,32 +247,48 @@ class Worker:
         return "it last printed: " + " / ".join(words) if words else "it printed nothing"
 
 
+Flavour = tuple[tuple[str, str], ...]
+
+
 class Workers:
     """Worker processes for several frameworks, side by side. Use as a context manager.
+
+    A case whose conditions ask for another environment gets a process of its own kind, started when it is needed.
 
     Args:
         names: adapters to run.
         python: the interpreter to run them under.
         advice: what else a user may do when a framework is missing, added to the error.
+        device: where the frameworks' first processes are to run.
 
     Raises:
-        WorkerError: on entering, when a framework is missing or does not start.
+        WorkerError: on entering, when a framework is missing, does not start, or has no such device.
     """
 
-    def __init__(self, names: Sequence[str], python: str = sys.executable, advice: str = "") -> None:
+    def __init__(
+        self, names: Sequence[str], python: str = sys.executable, advice: str = "", device: Device = "cpu"
+    ) -> None:
         self._advice = advice
+        self._python = python
+        self._device = device
         self._queue: queue.Queue[tuple[Worker, int, bytes | None]] = queue.Queue()
         self._tmp = tempfile.TemporaryDirectory(prefix="diffgrad-")
-        self._workers = {n: Worker(n, self._queue, Path(self._tmp.name), python) for n in names}
+        usual = How(device=device).flavour()
+        self._workers: dict[tuple[str, Flavour], Worker] = {(n, usual): self._worker(n, usual) for n in names}
+        self._first = {n: self._workers[n, usual] for n in names}
+
+    def _worker(self, name: str, flavour: Flavour) -> Worker:
+        return Worker(name, self._queue, Path(self._tmp.name), self._python, dict(flavour))
 
     def __enter__(self) -> Workers:
         # The workers have the other cores; BLAS threads that wait for each other on shared ones only cost.
         self._one_thread = threadpool_limits(1)
         try:
-            for w in self._workers.values():
+            for w in self._first.values():
                 w.begin()
-            for w in self._workers.values():
+            for w in self._first.values():
                 w.ready()
+                self._check_device(w)
         except WorkerError as e:
             self.close()
             raise WorkerError(f"{e}; {self._advice}" if self._advice else str(e)) from None
@@ -243,33 +297,64 @@ class Workers:
             raise
         return self
 
+    def _check_device(self, w: Worker) -> None:
+        devices = w.about.devices if w.about is not None else ()
+        if self._device == "cuda" and not sees_cuda(devices):
+            raise WorkerError(f"{w.name} sees no CUDA device (it has {', '.join(devices)}): use --device cpu or auto")
+
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def about(self) -> dict[str, About]:
-        return {n: w.about for n, w in self._workers.items() if w.about is not None}
+        return {n: w.about for n, w in self._first.items() if w.about is not None}
 
     def run(self, cases: Iterable[Case], adapters: Sequence[str] | None = None, quick: bool = True) -> Iterator[Answer]:
-        busy = [self._workers[n] for n in adapters or self._workers]
-        while any(w.jobs for w in busy):  # left over from a run that was not read to its end
-            for _ in self._next(busy):
+        names = tuple(adapters or self._first)
+        while any(w.jobs for w in self._workers.values()):  # left over from a run that was not read to its end
+            for _ in self._next():
                 pass
         source = iter(cases)
         more = True
         while True:
-            while more and min(len(w.jobs) for w in busy) < _AHEAD and max(len(w.jobs) for w in busy) < _BEHIND:
+            while more and self._hungry(names):
                 case = next(source, None)
                 if case is None:
                     more = False
                     break
-                for w in busy:
-                    w.send([_Job(case, quick)])
-            if not any(w.jobs for w in busy):
+                for name in names:
+                    if offers(name, case.how):
+                        self._worker_for(name, case.how.flavour()).send([_Job(case, quick)])
+            if not any(w.jobs for w in self._workers.values()):
+                if more:
+                    continue
                 return
-            yield from self._next(busy)
+            yield from self._next()
 
-    def _next(self, busy: Sequence[Worker]) -> Iterator[Answer]:
-        waiting = [w for w in busy if w.jobs]
+    def _hungry(self, names: Sequence[str]) -> bool:
+        """Whether some framework's own process may soon have nothing to do, and none is far behind."""
+        loads = [self._first[n].load for n in names]
+        return min(loads) < _AHEAD and max(w.load for w in self._workers.values()) < _BEHIND
+
+    def _worker_for(self, name: str, flavour: Flavour) -> Worker:
+        key = (name, flavour)
+        if key not in self._workers:
+            self._make_room()
+            worker = self._worker(name, flavour)
+            worker.begin()
+            worker.ready()
+            self._workers[key] = worker
+        self._workers[key] = self._workers.pop(key)  # the last one used is the last one to go
+        return self._workers[key]
+
+    def _make_room(self) -> None:
+        """End the environment that was not used for the longest time, if there are many."""
+        others = [key for key, w in self._workers.items() if w is not self._first[key[0]]]
+        idle = [key for key in others if not self._workers[key].jobs]
+        if len(others) >= _MOST_FLAVOURED and idle:
+            self._workers.pop(idle[0]).kill()
+
+    def _next(self) -> Iterator[Answer]:
+        waiting = [w for w in self._workers.values() if w.jobs]
         patience = min(w.deadline for w in waiting) - time.monotonic()
         try:
             worker, generation, data = self._queue.get(timeout=max(patience, 0.0))
@@ -281,9 +366,36 @@ class Workers:
         if generation != worker.generation:
             return  # the end marker of a process that is gone already
         if data is None:
-            yield self._lost(worker, "crash", f"the worker process died; {worker.last_words()}")
+            yield from self._crashed(worker)
         else:
             yield worker.done(data)
+
+    def _crashed(self, worker: Worker) -> Iterator[Answer]:
+        """Blame the case that was running, or an earlier one that crashes a fresh process on its own.
+
+        A heap may have been corrupted long before a later, innocent case trips over it.
+        """
+        suspects = list(dict.fromkeys(reversed(worker.past)))
+        lost = None
+        if worker.jobs:
+            lost = self._lost(worker, "crash", f"the worker process died; {worker.last_words()}")
+            suspects = [job for job in suspects if job.case != lost.case]
+            again = worker.alone(_Job(lost.case, False))
+            if again.status in ("crash", "hang"):
+                yield lost
+                return
+        else:
+            worker.restart()  # it died of something that it had answered already
+        for job in suspects:
+            outcome = worker.alone(job)
+            if outcome.status in ("crash", "hang"):
+                yield Answer(worker.name, job.case, outcome)
+                if lost is not None:
+                    yield Answer(worker.name, lost.case, again)
+                return
+        if lost is not None:
+            reason = f"{lost.outcome.reason} (not on its own: only after {len(suspects)} others)"
+            yield Answer(worker.name, lost.case, Outcome("crash", reason=reason))
 
     def _lost(self, worker: Worker, status: str, reason: str) -> Answer:
         job = worker.jobs.popleft()
@@ -296,6 +408,11 @@ class Workers:
                 w.kill()
         self._tmp.cleanup()
         self._one_thread.restore_original_limits()
+
+
+def sees_cuda(devices: Iterable[str]) -> bool:
+    """Whether any of a framework's devices is a CUDA one, as torch, JAX and TensorFlow write it."""
+    return any(word in d.lower() for d in devices for word in ("cuda", "gpu"))
 
 
 class InProcess:
@@ -317,11 +434,15 @@ class InProcess:
         self.close()
 
     def about(self) -> dict[str, About]:
-        return {n: About(a.versions(), a.devices(), a.mode) for (n, quick), a in self._loaded.items() if not quick}
+        return {
+            n: About(a.versions(), a.devices(), OFFERS[n].modes) for (n, quick), a in self._loaded.items() if not quick
+        }
 
     def run(self, cases: Iterable[Case], adapters: Sequence[str] | None = None, quick: bool = True) -> Iterator[Answer]:
         for case in cases:
             for n in adapters or self._names:
+                if not offers(n, case.how):
+                    continue
                 if (n, quick) not in self._loaded:
                     self._loaded[n, quick] = load(n, quick)
                 started = time.process_time()

@@ -14,7 +14,6 @@ from diffgrad.specs import (
     ConvNeXtNetSpec,
     ConvNeXtSpec,
     ConvNeXtStemSpec,
-    Drop,
     EncoderSpec,
     FusedSpec,
     HeadSpec,
@@ -33,40 +32,27 @@ from diffgrad.specs import (
 from diffgrad.specs.convnext import Norm
 from diffgrad.specs.mobilenetv4 import PreAct
 from diffgrad.specs.mobilenetv4_net import Row
-from diffgrad.specs.vit import Core, TokenNorm
+from diffgrad.specs.vit import Core
+from diffgrad.strategies.ops import OPS
+from diffgrad.strategies.sizes import (
+    BATCHES,
+    CHANNELS,
+    HEAD_DIMS,
+    RARELY,
+    SELDOM,
+    SIDES,
+    TOKEN_NORMS,
+    TOKENS,
+    channels,
+    drops,
+    masks,
+)
 
-# The first entries are what shrinking ends at. Vectorised kernels change path around multiples of 8 and 16.
-CHANNELS = st.one_of(st.integers(1, 6), st.sampled_from((8, 15, 16, 17, 32)))
-SIDES = st.one_of(st.integers(1, 8), st.sampled_from((9, 14, 16)))
-BATCHES = st.integers(1, 4)
 # For blocks with a batch norm over the batch alone, where a batch of 1 is a corner and not the rule.
 PLURAL_BATCHES = st.sampled_from((2, 3, 4, 1))
 DEPTHWISE_K = st.sampled_from((0, 3, 5, 7))
-KEEPS = st.sampled_from((0.5, 0.8, 0.9, 1.0))
-
-
-# Elements in a case's widest map: small cases run and shrink faster and show as much.
-WIDEST = 4096
-
-
-@st.composite
-def drops(draw: st.DrawFn, n: int) -> Drop | None:
-    """No site, or a mask with one flag per example."""
-    return draw(masks(n)) if draw(st.booleans()) else None
-
-
-@st.composite
-def masks(draw: st.DrawFn, n: int) -> Drop:
-    """A drop site."""
-    return Drop(draw(KEEPS), tuple(draw(st.lists(st.booleans(), min_size=n, max_size=n))))
-
 
 PRE_ACTS: st.SearchStrategy[PreAct] = st.sampled_from(("none", "relu"))
-
-
-def channels(draw: st.DrawFn, elements: int) -> int:
-    """A number of channels that keeps the widest map small; ``elements`` is what one channel holds."""
-    return min(draw(CHANNELS), max(1, WIDEST // elements))
 
 
 @st.composite
@@ -265,11 +251,7 @@ def convnext_net(draw: st.DrawFn) -> ConvNeXtNetSpec:
     )
 
 
-TOKENS = st.one_of(st.integers(1, 6), st.sampled_from((8, 15, 16, 17, 33)))
-HEAD_DIMS = st.one_of(st.integers(1, 5), st.sampled_from((8, 16)))
-TOKEN_NORMS: st.SearchStrategy[TokenNorm] = st.sampled_from(("vector", "scalar"))
 CORES: st.SearchStrategy[Core] = st.sampled_from(("composed", "fused", "fused_math"))
-SELDOM = st.sampled_from((False, False, True))
 
 
 def _examples(draw: st.DrawFn, t: int) -> int:
@@ -367,8 +349,11 @@ ALPHAS = st.sampled_from((0.1, 0.0, 1.0, 0.5))
 
 @st.composite
 def loss(draw: st.DrawFn) -> LossSpec:
-    """Cross entropy with any smoothing, or with soft targets."""
-    return LossSpec(n=draw(BATCHES), classes=draw(st.integers(1, 40)), alpha=draw(ALPHAS), soft=draw(st.booleans()))
+    """Cross entropy with any smoothing, or with soft targets; now and then over many classes."""
+    n, classes = draw(BATCHES), draw(st.integers(1, 40))
+    if draw(RARELY):
+        n, classes = min(n, 2), draw(st.sampled_from((257, 1000, 2048)))
+    return LossSpec(n=n, classes=classes, alpha=draw(ALPHAS), soft=draw(st.booleans()))
 
 
 @st.composite
@@ -415,5 +400,6 @@ SPECS: dict[str, Callable[[], st.SearchStrategy[Spec]]] = {
     "vit_head": vit_head,
     "vit": vit,
     "loss": loss,
+    **OPS,
 }
 """Block name -> strategy for its spec."""

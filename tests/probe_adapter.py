@@ -13,16 +13,7 @@ import numpy as np
 from diffgrad.adapters.base import Adapter, missing_blocks
 from diffgrad.adapters.registry import load
 from diffgrad.case import Case
-from diffgrad.strategies import cases, sample
 from tests.helpers import KINDS, SMALLEST, ordinary
-
-
-class Refusal(msgspec.Struct):
-    """A row of ``unsupported``, and what the framework itself said to a case to which the row applies."""
-
-    reason: str
-    case: str
-    said: str
 
 
 class Probe(msgspec.Struct):
@@ -30,8 +21,6 @@ class Probe(msgspec.Struct):
 
     name: str
     missing: list[str]
-    reasons: list[str]
-    refusals: list[Refusal]
     ran: dict[str, str]
     inputs_untouched: bool
 
@@ -39,17 +28,6 @@ class Probe(msgspec.Struct):
 def probe(name: str) -> Probe:
     """Ask the adapter of that name."""
     adapter = load(name, quick=True)
-    refusals = []
-    for kind in KINDS if adapter.unsupported else ():
-        drawn = sample(cases([kind]), 60, key=0)
-        for row in adapter.unsupported:
-            for case in [c for c in drawn if row.applies(c)][:2]:
-                try:
-                    adapter.trace(case, case.tensors())
-                    said = ""
-                except Exception as e:  # what the framework says when it refuses is what the test asks for
-                    said = f"{type(e).__name__}: {e}"
-                refusals.append(Refusal(row.reason, case.to_json().decode(), said))
     ran = {}
     for kind in KINDS:
         outcome = adapter.run(ordinary(kind))
@@ -57,8 +35,6 @@ def probe(name: str) -> Probe:
     return Probe(
         name=adapter.name,
         missing=missing_blocks(type(adapter)),
-        reasons=[row.reason for row in adapter.unsupported],
-        refusals=refusals,
         ran=ran,
         inputs_untouched=_untouched(adapter),
     )

@@ -11,14 +11,15 @@ import pytest
 
 from diffgrad.adapters.base import Adapter
 from diffgrad.adapters.numpy import NumpyAdapter, Var
+from diffgrad.adapters.registry import OFFERS, Offer
 from diffgrad.campaign import Campaign, Tally, summary
 from diffgrad.case import Case
 from diffgrad.corpus import Corpus, Entry, Status
 from diffgrad.mutants import MUTANTS
 from diffgrad.replay import replay
 from diffgrad.specs import Drop, UibSpec
-from diffgrad.strategies.cases import DTYPES
-from diffgrad.trace import Outcome
+from diffgrad.strategies.cases import WIDE
+from diffgrad.trace import Arrays, Outcome, Trace
 from diffgrad.worker import InProcess, Runner
 from tests.helpers import KINDS
 
@@ -119,12 +120,12 @@ def test_a_finding_is_saved_whole(runner: Make, tmp_path: Path) -> None:
 def test_a_signature_is_reported_once_and_counted_afterwards(runner: Make, tmp_path: Path) -> None:
     """Each dtype is a signature of its own; a round of batches ends at a new finding, so more than one is needed."""
     faulty = runner(planted("fan_in_doubled"))
-    tally, corpus = campaign(faulty, tmp_path, examples=80, dtypes=DTYPES)
+    tally, corpus = campaign(faulty, tmp_path, examples=80, dtypes=WIDE)
     found = {str(e.signature) for e in tally.new}
     assert found == {f"numpy/eager/{d}/copy+add/wrong/cotangent" for d in ("float32", "float64")}
     assert len(list(corpus.entries())) == len(found)
     assert set(tally.known) <= found
-    again, _ = campaign(faulty, tmp_path, key=2, examples=8, dtypes=DTYPES)
+    again, _ = campaign(faulty, tmp_path, key=2, examples=8, dtypes=WIDE)
     assert (again.new, set(again.known)) == ([], found)
     assert again.known.total() == again.verdicts["numpy"]["wrong"] == again.cases
     assert summary(again, corpus)["known_findings"] == [
@@ -167,17 +168,21 @@ def test_an_exception_is_a_finding_of_its_own(runner: Make, tmp_path: Path) -> N
 # Compiled modes: explored with cheap compilation, confirmed with the default one.
 
 
-class Jit(NumpyAdapter):
-    mode = "jit"
-
-
-class FaultyJit(Jit):
+class FaultyAdd(NumpyAdapter):
     def add(self, a: Var, b: Var) -> Var:
         return Var(a.value + b.value, (a, b), lambda dy: (dy, 2 * dy))
 
 
+@pytest.fixture
+def jitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter that is called numpy is taken for a compiler."""
+    monkeypatch.setitem(OFFERS, "numpy", Offer(modes=("jit",)))
+
+
+@pytest.mark.usefixtures("jitted")
 def test_a_fault_of_the_quick_compilation_only_is_no_finding(runner: Make, tmp_path: Path) -> None:
-    tally, corpus = campaign(runner(lambda _, quick: FaultyJit() if quick else Jit()), tmp_path, dtypes=["float32"])
+    quickly = runner(lambda _, quick: FaultyAdd() if quick else NumpyAdapter())
+    tally, corpus = campaign(quickly, tmp_path, dtypes=["float32"])
     assert (tally.new, list(corpus.entries())) == ([], [])
     gone = tally.unconfirmed[0]  # it is tried again whenever it shows, a few times
     assert all(other["signature"] == gone["signature"] for other in tally.unconfirmed)
@@ -186,10 +191,44 @@ def test_a_fault_of_the_quick_compilation_only_is_no_finding(runner: Make, tmp_p
     assert gone["sentence"].startswith("wrong at copy@xb+add@out")
 
 
+@pytest.mark.usefixtures("jitted")
 def test_a_fault_of_both_compilations_is_one(runner: Make, tmp_path: Path) -> None:
-    tally, _ = campaign(runner(lambda _, quick: FaultyJit()), tmp_path, dtypes=["float32"])
+    tally, _ = campaign(runner(lambda _, quick: FaultyAdd()), tmp_path, dtypes=["float32"])
     assert [str(e.signature) for e in tally.new] == ["numpy/jit/float32/copy+add/wrong/cotangent"]
     assert tally.unconfirmed == []
+
+
+# Conditions: a fault is filed under the plainest ones that show it.
+
+
+class FaultyStep(FaultyAdd):
+    """At fault where the input is a view with steps."""
+
+    stepped = False
+
+    def trace(self, case: Case, tensors: Arrays) -> tuple[Trace, float]:
+        self.stepped = case.how.x == "step"
+        return super().trace(case, tensors)
+
+    def add(self, a: Var, b: Var) -> Var:
+        return super().add(a, b) if self.stepped else NumpyAdapter.add(self, a, b)
+
+
+CONDITIONS = Offer(modes=("eager", "func"), layouts=("channels_last",), flavours=("x", "dy", "params", "deterministic"))
+
+
+@pytest.mark.parametrize(("adapter", "how"), [(FaultyAdd, ""), (FaultyStep, "x=step")])
+def test_a_fault_is_filed_under_the_plainest_conditions_that_show_it(
+    adapter: type[NumpyAdapter], how: str, runner: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OFFERS, "numpy", CONDITIONS)
+    tally, _ = campaign(runner(lambda _, quick: adapter()), tmp_path, examples=120, dtypes=["float32"])
+    (found,) = tally.new
+    assert (found.signature.mode, found.signature.how, found.case.how.label()) == ("eager", how, how)
+    # Under other conditions it is known, be it the plain ones or with others on top.
+    assert set(tally.known) <= {str(found.signature)}
+    again, _ = campaign(runner(lambda _, quick: adapter()), tmp_path, key=7, examples=120, dtypes=["float32"])
+    assert (again.new, set(again.known)) == ([], {str(found.signature)})
 
 
 # Counting.

@@ -30,7 +30,7 @@ BAD: tuple[tuple[str, Any, str], ...] = (
     ("schema", 0, "schema = 0: must be a whole number from 1 to 1"),
     ("schema", 1.5, "schema = 1.5: must be a whole number from 1 to 1"),
     ("schema", SCHEMA + 1, "schema = 2: written by a newer diffgrad; this one reads up to 1, so upgrade it"),
-    ("dtype", "float16", "dtype = 'float16': Invalid enum value 'float16'"),
+    ("dtype", "float8", "dtype = 'float8': Invalid enum value 'float8'"),
     ("overides", {}, "Object contains unknown field `overides`"),
     ("block", 3, "block = 3: Expected `object`, got `int`"),
     ("block.kind", "uibx", "block.kind = 'uibx': no such block; known are uib"),
@@ -57,7 +57,43 @@ BAD: tuple[tuple[str, Any, str], ...] = (
     ("overrides", {"x": {"36": 1}}, "overrides.x[36]: must be a flat index from 0 to 35"),
     ("overrides", {"x": {"-1": 1}}, "overrides.x[-1]: must be a flat index from 0 to 35"),
     ("overrides", {"x": {"0": "a"}}, "Expected `float`, got `str`"),
+    ("how", {"mode": "warp"}, "how.mode = 'warp': Invalid enum value 'warp'"),
+    ("how", {"layot": "channels_last"}, "how: Object contains unknown field `layot`"),
+    ("how", {"mode": "jvp", "bare": True}, "how.bare with how.mode jvp: forward mode has nothing to expose"),
+    ("how", {"tf32": True}, "how.tf32 and how.benchmark: they are settings of a CUDA device, and how.device is cpu"),
+    ("how", {"threads": 3}, "how.threads = 3: Invalid enum value 3"),
 )
+
+
+def test_forward_mode_takes_no_step() -> None:
+    with pytest.raises(CaseError, match=r"lr = 0.1 with how.mode jvp: forward mode has no gradients to step along"):
+        case_from_object(BASE | {"lr": 0.1, "how": {"mode": "jvp"}})
+
+
+def test_plain_conditions_leave_no_trace_in_the_file() -> None:
+    assert b"how" not in case_from_object(BASE).to_json()
+    assert case_from_object(BASE | {"how": {}}).id == case_from_object(BASE).id
+    how = {"mode": "func", "layout": "channels_last", "x": "step", "threads": 2}
+    case = case_from_object(BASE | {"how": how})
+    assert case_from_json(case.to_json()) == case
+    assert case.how.label() == "layout=channels_last,x=step,threads=2"
+    assert case.how.unusual() == how
+
+
+def test_an_expanded_tensor_is_the_same_along_axis_0_and_masks_are_not() -> None:
+    case = case_from_object(BASE | {"how": {"x": "expanded", "dy": "expanded", "params": "expanded"}})
+    for name, v in case.tensors().items():
+        assert (name == "drop") == bool((v != v[:1]).any())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_16_bit_case_holds_numbers_of_its_dtype(dtype: str) -> None:
+    case = case_from_object(BASE | {"dtype": dtype})
+    assert {v.dtype.name for v in case.tensors().values()} == {dtype}
+    assert {v.dtype.name for v in case.tangents().values()} == {dtype}
+    with pytest.raises(CaseError, match=r"values: x overflows float16 at family huge, exponent 20"):
+        case_from_object(BASE | {"dtype": "float16", "values": {"family": "huge", "exponent": 20}}).tensors()
+
 
 VIT_BLOCKS: dict[str, dict[str, Any]] = {
     "attention": {"n": 2, "t": 3},

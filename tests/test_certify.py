@@ -11,7 +11,7 @@ import pytest
 from mpmath import mpf
 from numpy.typing import NDArray
 
-from diffgrad import ops
+from diffgrad import ops, tangents
 from diffgrad.bars import PRECISIONS, Bounded, quiet, recorded
 from diffgrad.certify import OPS, Certificate, certify_block, certify_op
 from diffgrad.chains import chain_of
@@ -79,6 +79,35 @@ def test_a_block_with_such_a_vjp_is_not_certified(kind: str, monkeypatch: pytest
     first = next(type(link.op) for link in (*(link for link in links if link.feeds), *links))
     monkeypatch.setattr(first, "vjp", off_by_a_thousandth(first, -1))
     assert not certify_block(kind, instances=5).holds
+
+
+def tangents_off_by_a_thousandth(monkeypatch: pytest.MonkeyPatch, *ops: type[Op]) -> None:
+    """Make the tangents of some ops 0.1% too large."""
+    for op in ops:
+        right = tangents.RULES[op]
+
+        def wrong(*args: Any, right: Callable[..., Bounded] = right) -> Bounded:
+            t = right(*args)
+            return Bounded(t.val * 1.001, t.err, t.p, t.cancelled)
+
+        monkeypatch.setitem(tangents.RULES, op, wrong)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_tangent_off_by_a_thousandth_is_not_certified(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tangents_off_by_a_thousandth(monkeypatch, CLASSES[name])
+    assert not certify_op(name).holds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_with_such_a_tangent_is_not_certified(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last link's, through which every tangent goes."""
+    tangents_off_by_a_thousandth(monkeypatch, type(chain_of(specs(kind)[0]).links[-1].op))
+    assert not certify_block(kind, instances=5).holds
+
+
+def test_every_op_has_a_rule_for_its_tangent() -> None:
+    assert set(tangents.RULES) == set(CLASSES.values())
 
 
 @pytest.mark.parametrize(("over_bar", "holds"), [(0.0, True), (1.0, True), (1.01, False), (float("nan"), False)])

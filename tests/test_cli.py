@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from diffgrad import __version__, certify, cli, show
 from diffgrad.adapters.numpy import NumpyAdapter
-from diffgrad.adapters.registry import ADAPTERS
+from diffgrad.adapters.registry import ADAPTERS, OFFERS
 from diffgrad.campaign import Tally, summary
 from diffgrad.certify import OPS, Certificate
 from diffgrad.chains import CHAINS
@@ -77,12 +77,24 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         "--adapter pytorch: unknown; it must be one of torch, jax, tensorflow, numpy",
     ),
     "a dtype that is none": (
-        ("fuzz", "--dtype", "float16"),
-        "--dtype float16: unknown; it must be one of float32, float64",
+        ("fuzz", "--dtype", "float8"),
+        "--dtype float8: unknown; it must be one of float32, float64, bfloat16, float16",
     ),
     "a mode that no framework has": (
         ("fuzz", *SHORT, "--mode", "fast"),
         "--mode fast: unknown; it must be one of eager",
+    ),
+    "a mode that another framework has": (
+        ("fuzz", "--seconds", "1", "--adapter", "numpy", "--mode", "compile"),
+        "--mode compile: no framework that is asked for has it (numpy has eager)",
+    ),
+    "a device that is none": (
+        ("fuzz", *SHORT, "--device", "tpu"),
+        "--device tpu: unknown; it must be one of cpu, cuda, auto",
+    ),
+    "a device that is not there": (
+        ("fuzz", "--seconds", "1", "--adapter", "torch", "--device", "cuda"),
+        "torch sees no CUDA device (it has cpu): use --device cpu or auto",
     ),
     "a corpus below a file": (
         ("fuzz", *SHORT, "--corpus", "{file}/corpus"),
@@ -178,7 +190,7 @@ def test_a_cheaper_algorithm_is_counted_by_its_name(tmp_path: Path, capsys: pyte
     tally = Tally(cases=3, verdicts=verdicts)
     show.fuzz(
         {"seed": 1, **summary(tally, Corpus(tmp_path))},
-        {name: About({name: "1.0"}, ("cpu",), "eager") for name in verdicts},
+        {name: About({name: "1.0"}, ("cpu",), ("eager",)) for name in verdicts},
         interrupted=False,
     )
     out = " ".join(capsys.readouterr().out.split())
@@ -284,7 +296,7 @@ def test_doctor_says_what_runs_and_why_something_does_not(
         else:
             assert row["runs"] is True
             assert name in row["versions"]
-            assert row["mode"] in ("eager", "jit")
+            assert tuple(row["modes"]) == OFFERS[name].modes
             assert row["devices"]
     assert "pip install 'diffgrad[jax]'" in ran.out
 
@@ -300,7 +312,7 @@ def test_tie_reports_every_node(
     """On a small net, in this process; the documented one takes a while."""
     load(adapter)
     monkeypatch.setattr(cli, "net_spec", lambda *sizes: NET)
-    monkeypatch.setattr(cli, "Workers", lambda names, advice: InProcess(names))
+    monkeypatch.setattr(cli, "Workers", lambda names, advice, device: InProcess(names))
     ran = diffgrad("tie", "mobilenetv4_conv_m", "--adapter", "numpy")
     nodes = len(NET.parameters())
     assert (ran.code, ran.json["net"], ran.json["nodes"]) == (code, "mobilenetv4_conv_m", nodes)

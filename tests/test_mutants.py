@@ -11,6 +11,7 @@ from diffgrad.adapters.numpy import NumpyAdapter
 from diffgrad.chains import chain_of
 from diffgrad.check import Quantity
 from diffgrad.mutants import MUTANTS, Kill, Mutant, false_alarms, first_fault, hunt, median_cases
+from diffgrad.strategies.ops import OPS
 from tests.helpers import KINDS, ordinary
 
 hunted = cache(hunt)
@@ -30,6 +31,16 @@ def test_half_of_the_planted_faults_are_caught_by_the_fifth_case() -> None:
 def test_there_is_no_false_alarm_on_clean_cases() -> None:
     count, alarms = false_alarms(KINDS, key=0, count=200)
     assert (count, alarms) == (200, [])
+
+
+def test_there_is_no_false_alarm_on_clean_single_ops() -> None:
+    count, alarms = false_alarms(tuple(OPS), key=0, count=400)
+    assert (count, alarms) == (400, [])
+
+
+def test_every_single_op_has_a_planted_fault_of_its_own() -> None:
+    alone = {mutant.blocks[0] for mutant in MUTANTS if len(mutant.blocks) == 1}
+    assert set(OPS) <= alone
 
 
 def test_a_mutant_has_a_name_of_its_own_and_every_block() -> None:

@@ -23,6 +23,11 @@ from diffgrad.ops import (
     Dense,
     Depthwise,
     DropPath,
+    GeluErf,
+    GeluTanh,
+    GlobalAveragePool,
+    LayerNorm,
+    LayerScale,
     Op,
     PrependCls,
     Products,
@@ -30,6 +35,7 @@ from diffgrad.ops import (
     Relu6,
     Scores,
     SoftmaxRows,
+    Swish,
     Vjp,
     Weighted,
 )
@@ -505,9 +511,19 @@ def test_a_rounded_result_leaves_the_bias_and_its_gradient_alone() -> None:
     assert got.params[1].err.item() == 0
 
 
-def test_looser_products_are_of_the_flag_only() -> None:
-    assert Products().looser() == {}
-    assert all(p.bf16 for p in Products(bf16=True).looser().values())
+@pytest.mark.parametrize(
+    ("y", "p", "names"),
+    [
+        (0.1, P32, {"tf32_operands"}),
+        (1.5, P32, {"tf32_operands", "bf16_result"}),
+        (0.1, P64, set()),
+        (1.5, P64, {"bf16_result"}),
+        (1.5, PRECISIONS["bfloat16"], set()),
+    ],
+)
+def test_looser_products_are_what_the_result_does_not_refute(y: float, p: Precision, names: set[str]) -> None:
+    assert set(Products().looser(recorded(np.array([y]), p))) == names
+    assert all(looser.bf16 for looser in Products(bf16=True).looser(recorded(np.array([y]), P32)).values())
 
 
 @pytest.mark.parametrize(("op", "kinks"), [(Relu(), (0.0,)), (Relu6(), (0.0, 6.0)), (Dense(), ())])
@@ -517,3 +533,55 @@ def test_where_a_derivative_jumps(op: Op, kinks: tuple[float, ...]) -> None:
         sides = np.array([kink - 1, kink + 1])
         below, above = back(op, (sides,), (), np.ones(2)).inputs[0].val
         assert below != above
+
+
+# The bars of the wide formats.
+
+Shapes = list[tuple[int, ...]]
+PINNED: dict[str, tuple[Op, Shapes, Shapes]] = {
+    "conv2d": (Conv2d(2, "xla_same"), [(2, 3, 7, 6)], [(4, 3, 3, 3), (4,)]),
+    "dense": (Dense(), [(5, 7)], [(7, 4), (4,)]),
+    "batchnorm": (BatchNorm(), [(2, 3, 4, 5)], [(3,), (3,)]),
+    "layernorm": (LayerNorm(kind="token"), [(2, 3, 8)], [(8,), (8,)]),
+    "swish": (Swish(), [(3, 20)], []),
+    "gelutanh": (GeluTanh(), [(3, 20)], []),
+    "geluerf": (GeluErf(), [(3, 20)], []),
+    "softmaxrows": (SoftmaxRows(), [(4, 9)], []),
+    "attention": (Attention(2), [(2, 5, 6)] * 3, []),
+    "layerscale": (LayerScale(), [(2, 3, 4, 5)], [(3,)]),
+    "globalaveragepool": (GlobalAveragePool(), [(2, 3, 4, 5)], []),
+}
+SUMS: dict[str, tuple[float, float, float, float]] = {
+    # float32: ordinary inputs, inputs near the smallest normal number; float64: the same.
+    "conv2d": (0.006216404070351901, 0.002733546296178969, 2.3157868514727254e-11, 1.0183232248861811e-11),
+    "dense": (0.00011481108090220606, 3.5209883654769374e-05, 4.2770445813598334e-13, 1.311670058605898e-13),
+    "batchnorm": (0.0025138223078458297, 0.07686443750437098, 9.366897698251518e-12, 2.898256815465671e-10),
+    "layernorm": (0.000301338647479247, 0.008611815960036141, 1.1386337437839654e-12, 3.311711128364595e-11),
+    "swish": (3.563985269614948e-05, 1.7509272294594944e-05, 1.3276875252372412e-13, 6.522710499827935e-14),
+    "gelutanh": (6.524254625054417e-05, 7.458830183984962e-06, 2.430473444984556e-13, 2.7786306134431993e-14),
+    "geluerf": (3.753805795246879e-05, 8.5489946388358e-06, 1.3984015844284223e-13, 3.184748502079943e-14),
+    "softmaxrows": (1.4740747368618301e-05, 1.3966247223798255e-05, 5.49134647403345e-14, 5.202823766615073e-14),
+    "attention": (0.000958787126278174, 7.618696314661452e-05, 3.571742592782891e-12, 2.838182282109108e-13),
+    "layerscale": (0.0001967745101084735, 7.04239939538367e-06, 7.330405489808608e-13, 2.6234980539209342e-14),
+    "globalaveragepool": (6.267804313458338e-06, 5.757468620861399e-07, 2.3349364330105356e-14, 2.144824036851756e-15),
+}
+"""The sum of all bars of a forward and a backward, from before there were 16-bit formats, which must not move them."""
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_the_bars_of_the_wide_formats_stay_as_they_are(name: str) -> None:
+    op, xs, ps = PINNED[name]
+    sums = []
+    for p in (P32, P64):
+
+        def draw(i: int, shape: tuple[int, ...], factor: float = 1.0, p: Precision = p) -> Bounded:
+            return recorded((factor * Bits(i, name).normal(shape)).astype(p.name).astype(np.float64), p)
+
+        params = tuple(draw(9 + i, shape) for i, shape in enumerate(ps))
+        for factor in (1.0, p.tiny):
+            inputs = tuple(draw(i, shape, factor) for i, shape in enumerate(xs))
+            with quiet():
+                y = op.bound(inputs, params)
+                got = op.vjp(inputs, params, draw(99, y.val.shape))
+            sums.append(sum(float(b.err.sum()) for b in (y, *got.inputs, *got.params)))
+    assert sums == pytest.approx(SUMS[name], rel=1e-6, abs=0)

@@ -25,6 +25,17 @@ from diffgrad.specs import (
     VitSpec,
 )
 from diffgrad.specs.base import MapSpec
+from diffgrad.specs.ops import (
+    AttentionCoreOpSpec,
+    BatchNormOpSpec,
+    ConvOpSpec,
+    DenseOpSpec,
+    DropPathOpSpec,
+    LayerNormOpSpec,
+    LayerScaleOpSpec,
+    OpPadding,
+    PoolOpSpec,
+)
 from diffgrad.strategies.blocks import SPECS
 from tests.helpers import KINDS, specs
 
@@ -39,7 +50,7 @@ def test_every_block_has_a_planted_fault() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_spec_names_each_tensor_once_and_none_is_empty(kind: str) -> None:
+def test_a_spec_names_each_tensor_once_and_none_is_empty_but_for_an_empty_batch(kind: str) -> None:
     assert BLOCKS[kind].__struct_config__.tag == kind
     for spec in specs(kind):
         assert spec.kind == kind
@@ -47,7 +58,8 @@ def test_a_spec_names_each_tensor_once_and_none_is_empty(kind: str) -> None:
         assert len(names) == len(set(names))
         assert names[0] == spec.input().name
         assert names[-1] == "dy"
-        assert all(size > 0 for t in spec.tensors() for size in t.shape)
+        assert spec.n > 0 or kind == "op_conv"
+        assert all(size > 0 for t in spec.tensors() for size in (t.shape if spec.n else t.shape[1:]))
         assert spec.kernels() <= {t.name for t in spec.parameters() if len(t.shape) == 4}
 
 
@@ -128,6 +140,26 @@ def test_only_a_map_has_a_height_and_a_width(kind: str) -> None:
         (UibSpec(n=1, h=1, w=1, c=1, pre_k=2), "uib.pre_k = 2: must be 0 (no depthwise) or odd"),
         (UibSpec(n=1, h=1, w=1, c=1, drop=Drop(0.0, (True,))), "uib.drop.keep = 0.0: must be above 0 and at most 1"),
         (UibSpec(n=2, h=1, w=1, c=1, drop=Drop(0.5, ())), "uib.drop.kept has 0 flags: must have one per example"),
+        (
+            DropPathOpSpec(n=2, size=1, drop=Drop(0.5, (True,))),
+            "op_drop.drop.kept has 1 flags: must have one per example, and n = 2",
+        ),
+        (BatchNormOpSpec(n=0, h=1, w=1, c=1), "op_bn.n = 0: must be at least 1"),
+        (ConvOpSpec(n=-1, h=1, w=1, ic=1, oc=1, k=1), "op_conv.n = -1: must be at least 0"),
+        (
+            ConvOpSpec(n=1, h=5, w=5, ic=2, oc=1, k=1, depthwise=True),
+            "op_conv.oc = 1: a depthwise convolution has as many as ic = 2",
+        ),
+        (ConvOpSpec(n=1, h=5, w=5, ic=1, oc=1, k=2, padding="symmetric"), "op_conv.k = 2: must be odd"),
+        (ConvOpSpec(n=1, h=2, w=5, ic=1, oc=1, k=3), "op_conv.k = 3: larger than the padded map"),
+        (
+            ConvOpSpec(n=1, h=3, w=3, ic=1, oc=1, k=2, padding="explicit", pads=(0, 0, -1, -1)),
+            "op_conv.k = 2: larger than the padded map",
+        ),
+        (
+            ConvOpSpec(n=1, h=3, w=3, ic=1, oc=1, k=1, pads=(0, 0, 1, 0)),
+            "op_conv.pads = (0, 0, 1, 0): only padding explicit takes them",
+        ),
     ],
     ids=str,
 )
@@ -138,3 +170,45 @@ def test_impossible_sizes_are_named(spec: Spec, sentence: str) -> None:
 
 def test_a_drop_site_scales_by_the_reciprocal_of_keep() -> None:
     assert Drop(0.8, (True, False)).scales() == (1.25, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("padding", "pads", "k", "stride", "out"),
+    [
+        ("valid", (0, 0, 0, 0), 3, 1, (5, 3)),
+        ("valid", (0, 0, 0, 0), 3, 4, (2, 1)),
+        ("symmetric", (0, 0, 0, 0), 3, 2, (4, 3)),
+        ("symmetric", (0, 0, 0, 0), 11, 1, (7, 5)),
+        ("xla_same", (0, 0, 0, 0), 2, 2, (4, 3)),
+        ("xla_same", (0, 0, 0, 0), 1, 3, (3, 2)),
+        ("explicit", (3, -2, 0, 1), 3, 1, (6, 4)),
+        ("explicit", (-1, -1, -2, 4), 2, 2, (2, 3)),
+    ],
+)
+def test_the_map_of_a_convolution(
+    padding: OpPadding, pads: tuple[int, ...], k: int, stride: int, out: tuple[int, int]
+) -> None:
+    top, bottom, left, right = pads
+    spec = ConvOpSpec(n=2, h=7, w=5, ic=3, oc=4, k=k, stride=stride, padding=padding, pads=(top, bottom, left, right))
+    spec.check()
+    assert spec.output_shape() == (2, 4, *out)
+
+
+@pytest.mark.parametrize(
+    ("spec", "parameters"),
+    [
+        (ConvOpSpec(n=0, h=7, w=5, ic=3, oc=4, k=2), {"W": (4, 3, 2, 2)}),
+        (ConvOpSpec(n=1, h=7, w=5, ic=3, oc=3, k=2, depthwise=True, bias=True), {"W": (3, 1, 2, 2), "b": (3,)}),
+        (LayerNormOpSpec(n=2, t=3, d=4), {"g": (4,), "bt": (4,)}),
+        (LayerNormOpSpec(n=2, t=3, d=4, norm="scalar"), {"g": (1,), "bt": (1,)}),
+        (DenseOpSpec(n=2, i=3, o=4), {"W": (3, 4), "b": (4,)}),
+        (LayerScaleOpSpec(n=2, h=3, w=4, c=5), {"g": (5,)}),
+        (LayerScaleOpSpec(n=2, h=3, w=4, c=5, scale="element"), {"g": (5, 3, 4)}),
+        (PoolOpSpec(n=2, h=3, w=4, c=5), {}),
+        (AttentionCoreOpSpec(n=2, t=3, heads=4, head_dim=5), {"k": (2, 3, 20), "v": (2, 3, 20)}),
+    ],
+    ids=lambda v: str(v)[:24],
+)
+def test_the_parameters_of_an_op(spec: Spec, parameters: dict[str, tuple[int, ...]]) -> None:
+    spec.check()
+    assert shapes(spec) == parameters

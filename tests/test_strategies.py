@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from typing import Any, get_args
 
 import pytest
 from hypothesis import Phase, find, given, settings
@@ -20,9 +22,11 @@ from diffgrad.specs import (
     VitSpec,
 )
 from diffgrad.specs.base import MapSpec
+from diffgrad.specs.ops import Act, ActivationOpSpec, ConvOpSpec
 from diffgrad.strategies import Batch, batches, cases, sample
 from diffgrad.strategies.blocks import SPECS
 from diffgrad.strategies.cases import DTYPES, quiet_settings, values
+from diffgrad.strategies.ops import OPS
 from diffgrad.values import FAMILIES
 from tests.helpers import KINDS, extent, specs
 
@@ -165,6 +169,68 @@ def test_a_loss_is_drawn_with_any_smoothing_and_with_soft_targets() -> None:
     drawn = [s for s in specs("loss", MANY) if isinstance(s, LossSpec)]
     assert {s.soft for s in drawn} == {True, False}
     assert {0.0, 0.1, 1.0} <= {s.alpha for s in drawn if not s.soft}
+    assert {2048} < {s.classes for s in drawn if s.classes > 256}
+
+
+CONV_CORNERS: dict[str, Callable[[ConvOpSpec], bool]] = {
+    "an empty batch": lambda s: s.n == 0,
+    "three examples": lambda s: s.n == 3,
+    "one channel": lambda s: s.ic == s.oc == 1,
+    "depthwise": lambda s: s.depthwise and s.ic > 1,
+    "a bias": lambda s: s.bias,
+    "a stride beyond the kernel": lambda s: s.stride > s.k > 1,
+    "an output one wide": lambda s: s.output_shape()[3] == 1 < s.w,
+    "a kernel far larger than the map": lambda s: s.k > 2 * max(s.h, s.w),
+    "1x1 with stride 2 and few channels": lambda s: s.k == 1 and s.stride == 2 and max(s.ic, s.oc) <= 4,
+    "an odd XLA-SAME padding": lambda s: s.padding == "xla_same" and s.k % 2 == 0,
+    "a padding beyond the kernel and another that crops": lambda s: max(s.pads) > s.k - 1 and min(s.pads) < 0,
+    "a plain explicit padding": lambda s: s.padding == "explicit" and min(s.pads) >= 0,
+}
+
+
+@pytest.mark.parametrize("corner", CONV_CORNERS)
+def test_every_corner_of_a_convolution_is_drawn_again_and_again(corner: str) -> None:
+    drawn = [s for s in specs("op_conv", 2 * MANY) if isinstance(s, ConvOpSpec) and CONV_CORNERS[corner](s)]
+    assert len(drawn) >= 5
+
+
+OP_CORNERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "statistics of one": ("op_bn", lambda s: s.n * s.h * s.w == 1),
+    "1x1 maps normed over the batch": ("op_bn", lambda s: s.h * s.w == 1 < s.n),
+    "statistics of many": ("op_bn", lambda s: s.n * s.h * s.w == 4096),
+    "257 tokens": ("op_ln", lambda s: s.n * s.t == 257),
+    "4096 tokens": ("op_ln", lambda s: s.n * s.t == 4096),
+    "one token": ("op_ln", lambda s: s.n * s.t == 1),
+    "long tokens": ("op_ln", lambda s: s.d > 256),
+    "257 rows": ("op_dense", lambda s: s.n == 257),
+    "4096 rows": ("op_dense", lambda s: s.n == 4096),
+    "one row": ("op_dense", lambda s: s.n == 1),
+    "a long sum": ("op_dense", lambda s: s.i > 256),
+    "a row of a large map": ("op_pool", lambda s: s.h == 1 and s.w > 256),
+    "rows of 4096": ("op_softmax", lambda s: s.size == 4096),
+    "rows of one": ("op_softmax", lambda s: s.size == 1),
+    "a remainder of a vector": ("op_act", lambda s: s.size == 129),
+    "no example kept": ("op_drop", lambda s: not any(s.drop.kept)),
+    "element by element": ("op_scale", lambda s: s.scale == "element" and s.h != s.w),
+    "several heads of width 1": ("op_sdpa", lambda s: s.heads > 1 == s.head_dim),
+}
+
+
+@pytest.mark.parametrize("corner", OP_CORNERS)
+def test_every_corner_of_an_op_is_drawn(corner: str) -> None:
+    kind, holds = OP_CORNERS[corner]
+    assert any(map(holds, specs(kind, MANY)))
+
+
+def test_every_activation_is_drawn() -> None:
+    assert {s.act for s in specs("op_act", MANY) if isinstance(s, ActivationOpSpec)} == set(get_args(Act))
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_a_single_op_is_small(kind: str) -> None:
+    elements = [sum(math.prod(t.shape) for t in s.tensors()) for s in specs(kind, MANY)]
+    assert max(elements) < 20_000
+    assert sorted(elements)[MANY // 2] < 2_000
 
 
 def test_operands_are_rounded_in_float32_only() -> None:
@@ -173,14 +239,14 @@ def test_operands_are_rounded_in_float32_only() -> None:
 
 
 def test_every_block_family_and_dtype_is_drawn() -> None:
-    drawn = sample(cases(), MANY, key=1)
+    drawn = sample(cases(dtypes=DTYPES), 4 * MANY, key=1)
     assert {c.block.kind for c in drawn} == set(KINDS)
     assert {c.values.family for c in drawn} == set(FAMILIES)
     assert {c.dtype for c in drawn} == set(DTYPES)
 
 
 def test_both_ends_of_an_exponent_range_are_drawn() -> None:
-    drawn = [v.exponent for v in sample(values(), 2 * MANY, key=1) if v.family == "tiny"]
+    drawn = [v.exponent for v in sample(values(), 6 * MANY, key=1) if v.family == "tiny"]
     assert min(drawn) < 20 < 60 < max(drawn)
 
 

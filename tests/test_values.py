@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffgrad.bars import PRECISIONS, recorded, total
+from diffgrad.case import Dtype, numpy_dtype
 from diffgrad.specs import Drop, EncoderSpec, LossSpec, Role, Sites, Spec, Tensor, TowerSpec, UibSpec, VitSpec
-from diffgrad.values import FAMILIES, Bits, Floats, Values, draw_tensor
+from diffgrad.strategies.cases import DTYPES
+from diffgrad.values import FAMILIES, LIMITS, Bits, Floats, Values, draw_tensor
 from tests.helpers import KINDS, SMALLEST, UIB, ordinary
 
 MAP = (2, 3, 4, 5)
@@ -50,6 +52,15 @@ PINS: tuple[tuple[str, int, Role, str], ...] = (
     ("repeated", 2, "input", "0x1.4c42d99fe7894p0 0x1.3dc37f8be3780p-1 0x1.c826dd8de367ep-1 0x1.6571f9e934675p-1"),
     ("repeated", 60, "input", "0x1.09cf147fec6ddp0 0x1.09cf147fec6ddp0 0x1.6cebe47182b98p-1 0x1.6cebe47182b98p-1"),
     ("repeated", 60, "cotangent", "0x1.09cf147fec6ddp0 -0x1.abb552e7eac73p0 0x1.6cebe47182b98p-1"),
+    ("kinks", 0, "input", "0x1.8p2 -0x1.abb552e7eac73p0 0x1.8p2 0x1.8000020000000p2"),
+    ("kinks", 0, "cotangent", "0x1.09cf147fec6ddp0 -0x1.abb552e7eac73p0 0x1.6cebe47182b98p-1"),
+    ("integers", 3, "input", "0x1p1 -0x1p1 0x0p0 -0x1.4p2"),
+    ("integers", -3, "cotangent", "0x1p-3 0x1p-3 0x1p-3 0x1p-3"),
+    ("integers", 0, "kernel", "0x1p0 -0x1p0 0x0p0 0x0p0 0x1p0 0x1p0"),
+    ("integers", 0, "gamma", "0x1p0 0x1p0 0x1p1 0x1p0"),
+    ("limits", 127, "input", "0x1.09cf147fec6ddp0 -0x1.abb552e7eac73p0 0x1.6cebe47182b98p-1 -0x1.8p127"),
+    ("limits", 5, "cotangent", "0x1.09cf147fec6ddp0 -0x1.abb552e7eac73p0 0x1.6cebe47182b98p-1 -0x1.8p5"),
+    ("limits", 127, "kernel", "0x1.32eep-1 -0x1.edep-1 0x1.a56p-2"),
 )
 
 
@@ -123,6 +134,32 @@ def test_what_each_family_is_for() -> None:
     assert np.count_nonzero(draw("one_hot", 0, "cotangent", MAP)) == 1
     assert not np.ptp(draw("repeated", 60, "input", (2, 5, 3)), axis=1).any()
     assert np.ptp(draw("repeated", 30, "input", (2, 5, 3)), axis=1).all()
+    kinks = draw("kinks", 0, "input", (1000,))
+    assert all((kinks == kink).sum() > 100 for kink in (0, 6))
+    assert np.signbit(kinks[kinks == 0]).any()
+    assert all((np.abs(kinks - kink) > 0).any() and np.abs(kinks - kink)[kinks != kink].min() < 1e-5 for kink in (0, 6))
+    whole = draw("integers", 3, "input", (1000,))
+    assert set(whole.tolist()) == set(range(-6, 7))
+    assert set(draw("integers", 3, "cotangent", MAP).ravel().tolist()) == {8.0}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("role", ["input", "cotangent"])
+def test_limits_are_finite_and_their_powers_are_not(role: Role, dtype: Dtype) -> None:
+    largest = [np.abs(draw("limits", e, role, (1000,)).astype(numpy_dtype(dtype))).max() for e in LIMITS[dtype]]
+    assert all(np.isfinite(v) for v in largest)
+    with np.errstate(over="ignore"):
+        assert np.isfinite(np.exp(largest[0] / 2))
+        assert not np.isfinite(np.exp(largest[0] * 2))
+        if dtype != "float64":  # whose limits lie beyond those of float32, in which every exponent is to be finite
+            assert not np.isfinite(largest[-1] + largest[-1])
+            assert not np.isfinite(largest[1] ** 3) or not np.isfinite(largest[2] ** 3)
+
+
+def test_an_empty_batch_has_values_of_every_family() -> None:
+    for family, (_, (_, high)) in FAMILIES.items():
+        for role in ("input", "cotangent"):
+            assert draw(family, high, role, (0, 3, 2, 2)).shape == (0, 3, 2, 2)
 
 
 A, M = Drop(0.8, (True, False, True)), Drop(0.5, (False, True, True))

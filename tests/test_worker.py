@@ -20,6 +20,7 @@ from diffgrad.adapters.registry import ADAPTERS, FRAMEWORKS
 from diffgrad.campaign import Campaign
 from diffgrad.case import Case
 from diffgrad.corpus import Corpus
+from diffgrad.how import How
 from diffgrad.specs import ConvNeXtDownSpec
 from diffgrad.trace import is_large
 from diffgrad.values import Values
@@ -36,7 +37,7 @@ def statuses(answers: Iterable[Answer]) -> Statuses:
 
 
 def pid_of(workers: Workers, name: str = "numpy") -> int:
-    return workers._workers[name].pid
+    return workers._first[name].pid
 
 
 def ended(pid: int) -> bool:
@@ -89,7 +90,7 @@ def test_every_case_is_answered_once_in_every_framework(workers: GetWorkers) -> 
 
 def test_workers_side_by_side_answer_every_case_and_can_be_asked_singly() -> None:
     with Workers(["numpy", "torch"]) as both:
-        assert {a: p.mode for a, p in both.about().items()} == {"numpy": "eager", "torch": "eager"}
+        assert {a: p.modes[0] for a, p in both.about().items()} == {"numpy": "eager", "torch": "eager"}
         answers = list(both.run(CASES))
         assert sorted((a.adapter, a.case.values.seed) for a in answers) == sorted(
             (name, c.values.seed) for name in ("numpy", "torch") for c in CASES
@@ -129,7 +130,7 @@ def test_a_crash_leaves_the_last_words_of_the_process(numpy_workers: Workers) ->
     crashed = [a for a in answers if a.outcome.status == "crash"]
     assert len(crashed) == 1
     assert len(answers) == len(CASES)
-    assert crashed[0].outcome.reason.endswith("it last printed: Fatal Python error: Segmentation fault")
+    assert "it last printed: Fatal Python error: Segmentation fault" in crashed[0].outcome.reason
 
 
 def test_a_worker_that_does_not_answer_is_a_hang_and_the_rest_goes_on(
@@ -176,6 +177,89 @@ def test_closing_ends_the_processes() -> None:
     assert ended(pid)
 
 
+# Who is to blame.
+
+
+KILLER = """
+import os, signal
+from diffgrad.adapters import numpy
+
+class Deadly(numpy.NumpyAdapter):
+    seen = 0
+    poisoned = False
+
+    def trace(self, case, tensors):
+        type(self).seen += 1
+        at_once = case.values.seed == {at_once}
+        type(self).poisoned |= case.values.seed == {poison}
+        if at_once or self.poisoned and self.seen >= {late}:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().trace(case, tensors)
+
+numpy.adapter = lambda quick=False: Deadly()
+"""
+
+
+def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **when: int) -> None:
+    """Worker processes that start from now on crash as told."""
+    text = KILLER.format(**{"at_once": -1, "poison": -1, "late": 3} | when)
+    (tmp_path / "deadly.py").write_text(text)
+    hook = "import importlib.abc, sys\n"
+    hook += "class Late(importlib.abc.MetaPathFinder):\n"
+    hook += "    def find_spec(self, name, path=None, target=None):\n"
+    hook += "        if name == 'diffgrad.serve':\n"
+    hook += "            sys.meta_path.remove(self)\n"
+    hook += "            import deadly\n"
+    hook += "sys.meta_path.insert(0, Late())\n"
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def crashes(answers: Iterable[Answer]) -> list[int]:
+    return [a.case.values.seed for a in answers if a.outcome.status == "crash"]
+
+
+def test_a_case_that_crashes_on_its_own_is_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadly(tmp_path, monkeypatch, at_once=6)
+    with Workers(["numpy"]) as workers:
+        answers = list(workers.run(CASES))
+    assert crashes(answers) == [6]
+    assert sorted(statuses(answers)) == [(s, "crash" if s == 6 else "ok") for s in range(12)]
+
+
+def test_a_case_that_poisons_the_process_is_blamed_for_a_later_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run alone, three times over, it crashes; the case that tripped over it does not."""
+    deadly(tmp_path, monkeypatch, poison=4, late=3)
+    with Workers(["numpy"]) as workers:
+        answers = list(workers.run(CASES[2:5] + CASES[7:]))
+    assert crashes(answers) == [4]
+    assert (7, "ok") in statuses(answers)
+
+
+def test_other_conditions_get_a_process_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Case(block=SMALLEST.block)
+    two = msgspec.structs.replace(usual, how=How(threads=2))
+    with Workers(["torch"]) as workers:
+        answers = list(workers.run([usual, two, usual, two]))
+        assert [a.outcome.status for a in answers] == ["ok"] * 4
+        assert sorted(len(w.environment) for w in workers._workers.values()) == [0, len(two.how.flavour())]
+        for how in (How(isa="AVX2"), How(threads=2, isa="AVX2"), How(onednn=False)):
+            list(workers.run([msgspec.structs.replace(usual, how=how)]))  # torch does not know of the last one
+        assert len(workers._workers) <= 1 + worker._MOST_FLAVOURED
+
+
+def test_a_framework_is_not_asked_for_conditions_that_it_does_not_have(workers: GetWorkers) -> None:
+    case = msgspec.structs.replace(SMALLEST, how=How(mode="compile"))
+    assert list(workers("numpy").run([case])) == []
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(WorkerError, match=r"^torch sees no CUDA device \(it has cpu\): use --device cpu or auto$"):
+        Workers(["torch"], device="cuda").__enter__()
+
+
 # What cannot start.
 
 
@@ -206,7 +290,7 @@ def test_what_else_to_do_is_added_and_nothing_stays_behind(without: Callable[[st
     with pytest.raises(WorkerError, match=r"pip install 'diffgrad\[jax\]'; or name the frameworks"):
         workers.__enter__()
     assert [w.name for w in workers._workers.values() if getattr(w, "pid", 0)] == []
-    assert not workers._workers["numpy"].logs.exists()
+    assert not workers._first["numpy"].logs.exists()
 
 
 def test_an_interpreter_without_our_dependencies_is_named(tmp_path: Path) -> None:
@@ -250,7 +334,7 @@ def test_the_environment_is_there_before_the_process_starts(tmp_path: Path, monk
 
 def test_in_process_is_the_same_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     with InProcess(["numpy"]) as runner:
-        assert runner.about()["numpy"].mode == "eager"
+        assert runner.about()["numpy"].modes == ("eager",)
         assert statuses(runner.run(CASES)) == [(c.values.seed, "ok") for c in CASES]
         assert statuses(runner.run(CASES[:1], ["numpy"], quick=False)) == [(0, "ok")]
     monkeypatch.setitem(sys.modules, "diffgrad.adapters.jax", None)

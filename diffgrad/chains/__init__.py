@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from diffgrad.chains import convnext, mobilenetv4, vit
+from diffgrad.chains import convnext, mobilenetv4, ops, vit
 from diffgrad.chains.base import Chain, Link
 from diffgrad.specs import Spec
 
@@ -29,6 +29,7 @@ CHAINS: dict[str, Callable[[Any], Chain]] = {
     "vit_head": vit.head,
     "vit": vit.vit,
     "loss": vit.loss,
+    **dict.fromkeys(ops.OPS, ops.single),
 }
 
 

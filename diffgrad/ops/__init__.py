@@ -1,7 +1,7 @@
 """The op records: one file per family, holding that family's forward, VJPs and bars."""
 
 from diffgrad.ops.activation import Relu, Relu6, Swish
-from diffgrad.ops.attention import Attention, Scores, SoftmaxRows, Weighted
+from diffgrad.ops.attention import Attention, AttentionCore, Scores, SoftmaxRows, Weighted
 from diffgrad.ops.base import Op, Vjp
 from diffgrad.ops.conv import Conv2d, Depthwise
 from diffgrad.ops.dense import Dense, Flatten, GlobalAveragePool
@@ -17,6 +17,7 @@ __all__ = [
     "Add",
     "AddPosition",
     "Attention",
+    "AttentionCore",
     "BatchNorm",
     "ClsSlice",
     "Conv2d",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diffgrad.bars import Bounded, lift, one_minus, plus_one, sigmoid
+from diffgrad.bars import APPROXIMATE, Bounded, lift, one_minus, plus_one, sigmoid
 from diffgrad.ops.base import Numbers, Op, Vjp
 
 
@@ -67,19 +67,34 @@ class Relu6(Op):
 
 @dataclass(frozen=True)
 class Swish(Op):
-    """f = x*s(x) with the logistic s; f' = s*(1 + x*(1 - s))."""
+    """f = x*s(x) with the logistic s; f' = s*(1 + x*(1 - s)).
+
+    ``relative`` and ``absolute`` are the errors of a cheaper s.
+    """
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+    def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
+        """An approximate exponential, or s = (1 + tanh(x/2))/2 with an approximate tanh."""
+        if y.p.name != "float32" or not self.loses(xs, ps, y):
+            return {}
+        return {"approximate_exp": Swish(relative=APPROXIMATE), "approximate_tanh": Swish(absolute=APPROXIMATE / 2)}
 
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         x = xs[0]
         return np.asarray(x / (1.0 + np.exp(-x)))
 
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
-        return xs[0] * sigmoid(xs[0])
+        return xs[0] * self._gate(xs[0])
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         x = xs[0]
-        s = sigmoid(x)
+        s = self._gate(x)
         slope = s * plus_one(x * one_minus(s))
         # Autodiff adds the two terms s and x*s*(1 - s) after they are rounded (and scaled by dy) on their own.
         spread = 4.0 * x.p.u * (s.mag + (x * s * one_minus(s)).mag)
         return Vjp((dy * slope.widen(spread),), ())
+
+    def _gate(self, x: Bounded) -> Bounded:
+        return sigmoid(x, self.relative, self.absolute)

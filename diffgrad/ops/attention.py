@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from diffgrad.bars import (
+    APPROXIMATE,
     PRECISIONS,
     U_BF16,
     Array,
@@ -24,6 +25,7 @@ from diffgrad.bars import (
     reciprocal,
     recorded,
     scale,
+    summation,
     total,
 )
 from diffgrad.ops.base import Numbers, Op, Vjp
@@ -58,7 +60,7 @@ class Scores(Op):
         return d > self.heads, t > 1
 
     def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
-        return {name: replace(self, products=p) for name, p in self.products.looser().items()}
+        return {name: replace(self, products=p) for name, p in self.products.looser(y).items()}
 
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         q, k = (split(x, self.heads) for x in xs)
@@ -87,7 +89,7 @@ class Scores(Op):
             return y
         mag = factor * y.reach
         p = y.p
-        flushed = np.minimum(mag, 2.0 * terms * p.tiny * (np.max(a.mag) + np.max(b.mag) + 1.0))
+        flushed = np.minimum(mag, 2.0 * terms * p.lost * (np.max(a.mag) + np.max(b.mag) + 1.0))
         return scale(y, factor, roundings=2.0).widen(gamma(4, p) * mag + flushed)
 
     def _either_side(self, ds: Bounded, d: int) -> Bounded:
@@ -99,40 +101,50 @@ class Scores(Op):
 
 @dataclass(frozen=True)
 class SoftmaxRows(Op):
-    """p = softmax(z) over the last axis; dz = p*(dp - sum(p*dp))."""
+    """p = softmax(z) over the last axis; dz = p*(dp - sum(p*dp)).
+
+    ``approximation`` is the relative error of a cheaper exponential.
+    """
+
+    approximation: float = 0.0
+
+    def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
+        if y.p.name != "float32" or not self.loses(xs, ps, y):
+            return {}
+        return {"approximate_exp": SoftmaxRows(APPROXIMATE)}
 
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         powers = np.exp(xs[0] - xs[0].real.max(-1, keepdims=True))
         return np.asarray(powers / powers.sum(-1, keepdims=True))
 
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
-        return softmax(xs[0])
+        return softmax(xs[0], self.approximation)
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
-        return Vjp((softmax_back(softmax(xs[0]), dy),), ())
+        return Vjp((softmax_back(softmax(xs[0], self.approximation), dy),), ())
 
 
-def softmax_parts(z: Bounded) -> tuple[Bounded, Bounded, Bounded]:
+def softmax_parts(z: Bounded, approximation: float = 0.0) -> tuple[Bounded, Bounded, Bounded]:
     """z - max, its exponentials and their sum over the last axis."""
     top = recorded(z.val.max(-1, keepdims=True), z.p)
     shifted = add(z, neg(top))
-    powers = exp(shifted)
+    powers = exp(shifted, approximation)
     return shifted, powers, total(powers, (z.val.ndim - 1,))
 
 
-def softmax(z: Bounded) -> Bounded:
+def softmax(z: Bounded, approximation: float = 0.0) -> Bounded:
     """softmax over the last axis."""
-    _, powers, norm = softmax_parts(z)
+    _, powers, norm = softmax_parts(z, approximation)
     return powers * reciprocal(norm)
 
 
 def softmax_back(p: Bounded, dp: Bounded, dot: Bounded | None = None) -> Bounded:
     """p*(dp - dot), for dot = sum(p*dp) over the last axis; the two products may also be rounded on their own."""
     if dot is None:
-        dot = bilinear(_row_sum, p, dp, p.val.shape[-1])
+        dot = bilinear(_row_sum, p, dp, p.val.shape[-1], stored=2)
     dz = p * add(dp, neg(dot))
     parts = p.mag * (dp.mag + dot.mag)
-    return dz.widen(gamma(3, p.p) * parts + np.minimum(parts, 2.0 * p.p.tiny))
+    return dz.widen(gamma(3, p.p) * parts + np.minimum(parts, 2.0 * p.p.lost))
 
 
 def _row_sum(a: Any, b: Any) -> Any:
@@ -151,7 +163,7 @@ class Weighted(Op):
         return t > 1, t > 1 and d > self.heads
 
     def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
-        return {name: replace(self, products=p) for name, p in self.products.looser().items()}
+        return {name: replace(self, products=p) for name, p in self.products.looser(y).items()}
 
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         return merge(xs[0] @ split(xs[1], self.heads))
@@ -205,10 +217,10 @@ class Attention(Op):
         q, k, v = xs
         p = self._shares(q, k)
         dp, dv = self._weighted.vjp((p, v), (), dy).inputs
-        dot = bilinear(_row_sum, p, dp, p.val.shape[-1])
+        dot = bilinear(_row_sum, p, dp, p.val.shape[-1], stored=2)
         o = self._weighted.bound((p, v), ())
         other = bilinear(lambda a, b: (split(a, self.heads) * split(b, self.heads)).sum(-1, keepdims=True), dy, o, k=1)
-        dot = dot.widen(other.err + gamma(o.val.shape[2] // self.heads, dy.p) * other.reach)
+        dot = dot.widen(other.err + summation(o.val.shape[2] // self.heads, dy.p, 2) * other.reach)
         ds = softmax_back(p, dp, dot).widen(4.0 * self.inner * p.mag * (dp.mag + dot.mag) + 4.0 * self._inner_tiny)
         dq, dk = self._scores.vjp((q, k), (), ds).inputs
         return Vjp((dq, dk, dv), ())
@@ -237,5 +249,38 @@ class Attention(Op):
         top = np.abs(s.val).max(-1, keepdims=True)
         groups = 1 + t // _GROUP
         spread: Array = s.val.max(-1, keepdims=True) - s.val.min(-1, keepdims=True)
-        own = gamma(8 * groups, s.p) + s.p.u * (2.0 * top + s.mag + math.log(t) + groups * spread)
+        own = summation(8 * groups, s.p, 0) + s.p.acc * (2.0 * top + s.mag + math.log(t) + groups * spread)
         return np.asarray(own + self.inner * (8.0 + t))
+
+
+@dataclass(frozen=True)
+class AttentionCore(Op):
+    """The core alone, on an input q and the parameters k and v, each [N,T,D]."""
+
+    heads: int = 1
+    inner: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self._core.name
+
+    @property
+    def _core(self) -> Attention:
+        return Attention(self.heads, inner=self.inner)
+
+    def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
+        return {
+            name: replace(self, inner=op.inner)
+            for name, op in self._core.looser((*xs, *ps), (), y).items()
+            if isinstance(op, Attention)
+        }
+
+    def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
+        return self._core.forward((*xs, *ps), ())
+
+    def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
+        return self._core.bound((*xs, *ps), ())
+
+    def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
+        dq, dk, dv = self._core.vjp((*xs, *ps), (), dy).inputs
+        return Vjp((dq,), (dk, dv))

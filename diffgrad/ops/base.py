@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from diffgrad.bars import Bounded
@@ -51,6 +52,11 @@ class Op(ABC):
         A model must be held to what the run shows of it; one that merely widens the bars would swallow real faults.
         """
         return {}
+
+    def loses(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> bool:
+        """Whether a recorded result lies outside the op's own bar, so that the forward shows a cheaper kernel."""
+        expected = self.bound(xs, ps)
+        return not bool((np.abs(y.val - expected.val) <= expected.err + y.err).all())
 
     @property
     def name(self) -> str:

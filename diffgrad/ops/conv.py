@@ -6,45 +6,33 @@ The input-VJP is written as the convolution of the spread-out cotangent with the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from diffgrad.bars import Bounded, biased, bilinear, total
+from diffgrad.bars import Array, Bounded, biased, bilinear, total
 from diffgrad.ops.base import Numbers, Op, Vjp
+from diffgrad.ops.fast import DIRECT, Algorithm, Axis, fast
 from diffgrad.ops.products import EXACT, Products
 
 Padding = Literal["symmetric", "xla_same", "valid"]
+Pads = tuple[int, int, int, int]
+"""Explicit padding: top, bottom, left, right. A negative one crops."""
 
 
-class Axis(NamedTuple):
-    """One spatial axis of a convolution: sizes, kernel extent, stride and low padding."""
-
-    size: int
-    out: int
-    k: int
-    stride: int
-    lo: int
-
-    @property
-    def reach(self) -> int:
-        """Padded extent that the windows cover."""
-        return (self.out - 1) * self.stride + self.k
-
-    def transposed(self) -> Axis:
-        """The stride-1 axis that leads from the spread-out cotangent back to the input."""
-        return Axis((self.out - 1) * self.stride + 1, self.size, self.k, 1, self.k - 1 - self.lo)
-
-
-def axis(size: int, k: int, stride: int, padding: Padding) -> Axis:
+def axis(size: int, k: int, stride: int, padding: Padding | tuple[int, int]) -> Axis:
     """Output size and low padding of one axis.
 
     ``symmetric``: lo = hi = (k-1)//2. ``xla_same``: out = ceil(size/stride), the total padding split low-first.
-    ``valid``: none.
+    ``valid``: none. Two numbers: lo and hi themselves.
     """
-    if padding == "xla_same":
+    if isinstance(padding, tuple):
+        lo, hi = padding
+        out = (size + lo + hi - k) // stride + 1
+    elif padding == "xla_same":
         out = -(-size // stride)
         lo = max((out - 1) * stride + k - size, 0) // 2
     else:
@@ -60,7 +48,7 @@ class _Geometry:
 
     @property
     def pointwise(self) -> bool:
-        return self.h.k == self.w.k == self.h.stride == self.w.stride == 1
+        return all(a.k == a.stride == 1 and a.lo == 0 and a.out == a.size for a in (self.h, self.w))
 
     @property
     def tiled(self) -> bool:
@@ -93,11 +81,19 @@ class _Geometry:
 
 
 def _pad(x: Numbers, h: Axis, w: Axis) -> Numbers:
-    """Zero-padded (or cropped, where a stride leaves a remainder) so that every window is inside."""
+    """Zero-padded (or cropped, where a stride leaves a remainder or a padding is negative), so that every window is
+    inside."""
     padded = np.zeros((*x.shape[:2], h.reach, w.reach), x.dtype)
-    rows, cols = min(h.size, h.reach - h.lo), min(w.size, w.reach - w.lo)
-    padded[:, :, h.lo : h.lo + rows, w.lo : w.lo + cols] = x[:, :, :rows, :cols]
+    (rows, to_rows), (cols, to_cols) = _kept(h), _kept(w)
+    padded[:, :, to_rows, to_cols] = x[:, :, rows, cols]
     return padded
+
+
+def _kept(a: Axis) -> tuple[slice, slice]:
+    """The part of an axis that some window may read, and where it lies in the padded axis."""
+    first, last = max(-a.lo, 0), max(min(a.size, a.reach - a.lo), 0)
+    first = min(first, last)
+    return slice(first, last), slice(first + a.lo, last + a.lo) if last > first else slice(0, 0)
 
 
 def _channels(w: Numbers, x: Numbers) -> Numbers:
@@ -111,18 +107,26 @@ class Conv2d(Op):
     """2-D convolution, groups 1. Parameters: W [O,C,kH,kW] and, when given, b [O]."""
 
     stride: int = 1
-    padding: Padding = "symmetric"
+    padding: Padding | Pads = "symmetric"
     products: Products = EXACT
+    algorithm: Algorithm = DIRECT
 
     def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
-        return {name: replace(self, products=p) for name, p in self.products.looser().items()}
+        ops: dict[str, Op] = {}
+        if y.p.name == "float32" and not self.products.bf16:
+            algorithms = fast(ps[0].val.shape[2:], self.stride)
+            ops = {name: replace(self, algorithm=algorithm) for name, algorithm in algorithms.items()}
+        return ops | {name: replace(self, products=p) for name, p in self.products.looser(y).items()}
 
     def geometry(self, x: tuple[int, ...], w: tuple[int, ...]) -> _Geometry:
         """Axes for an input of shape ``x`` [N,C,H,W] and a kernel of shape ``w``."""
-        return _Geometry(
-            axis(x[2], w[2], self.stride, self.padding),
-            axis(x[3], w[3], self.stride, self.padding),
-        )
+        rows: Padding | tuple[int, int]
+        cols: Padding | tuple[int, int]
+        if isinstance(self.padding, tuple):
+            rows, cols = self.padding[:2], self.padding[2:]
+        else:
+            rows = cols = self.padding
+        return _Geometry(axis(x[2], w[2], self.stride, rows), axis(x[3], w[3], self.stride, cols))
 
     # The three bilinear maps. A 1x1 kernel at stride 1 is a product over channels.
     def _apply(self, g: _Geometry, x: Numbers, w: Numbers) -> Numbers:
@@ -146,6 +150,16 @@ class Conv2d(Op):
         taps = w[2] * w[3]
         return w[1] * taps, w[0] * taps
 
+    def _back(self, g: _Geometry, dy: Numbers, w: Numbers) -> Numbers:
+        """The input map at stride 1 as a convolution of the cotangent, on its own (transposed) geometry."""
+        return self._apply(g, dy, w.swapaxes(0, 1)[:, :, ::-1, ::-1])
+
+    def _lost(
+        self, h: Axis, w: Axis, op: Callable[[_Geometry, Array, Array], Array], a: Bounded, b: Bounded, k: int
+    ) -> Array:
+        """What the algorithm loses in one of the three maps."""
+        return self.algorithm.error(h, w, lambda h, w, a, b: op(_Geometry(h, w), a, b), a.mag, b.mag, k, a.p)
+
     def stored(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> tuple[bool, bool]:
         """Sums are stored; a convolution of a single product is fused like any multiplication."""
         forward, backward = self._fan(ps[0].val.shape)
@@ -159,15 +173,20 @@ class Conv2d(Op):
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
         x, w = self.products.operand(xs[0]), self.products.operand(ps[0])
         g = self.geometry(x.val.shape, w.val.shape)
-        y = self.products.result(bilinear(lambda a, b: self._apply(g, a, b), x, w, self._fan(w.val.shape)[0]))
-        return y if len(ps) == 1 else biased(y, ps[1].reshape(-1, 1, 1), self._fan(w.val.shape)[0])
+        k = self._fan(w.val.shape)[0]
+        y = bilinear(lambda a, b: self._apply(g, a, b), x, w, k)
+        y = self.products.result(y.widen(self._lost(g.h, g.w, self._apply, x, w, k)))
+        return y if len(ps) == 1 else biased(y, ps[1].reshape(-1, 1, 1), k)
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
         x, w, d = self.products.operand(xs[0]), self.products.operand(ps[0]), self.products.upstream(dy)
         g = self.geometry(x.val.shape, w.val.shape)
         n, _, h, v = dy.val.shape
-        dx = self.products.result(bilinear(lambda a, b: self._apply_input(g, a, b), d, w, self._fan(w.val.shape)[1]))
-        dw = self.products.result(bilinear(lambda a, b: self._apply_weight(g, a, b), x, d, n * h * v))
+        fan, outputs = self._fan(w.val.shape)[1], n * h * v
+        dx = bilinear(lambda a, b: self._apply_input(g, a, b), d, w, fan)
+        dx = self.products.result(dx.widen(self._lost(g.h.transposed(), g.w.transposed(), self._back, d, w, fan)))
+        dw = bilinear(lambda a, b: self._apply_weight(g, a, b), x, d, outputs)
+        dw = self.products.result(dw.widen(self._lost(g.h, g.w, self._apply_weight, x, d, outputs)))
         if len(ps) == 1:
             return Vjp((dx,), (dw,))
         return Vjp((dx,), (dw, total(dy, (0, 2, 3)).reshape(-1)))
@@ -188,6 +207,9 @@ class Depthwise(Conv2d):
     def _apply_weight(self, g: _Geometry, x: Numbers, dy: Numbers) -> Numbers:
         dw: Numbers = np.einsum("nchwab,nchw->cab", g.windows(x), dy)
         return dw[:, None]
+
+    def _back(self, g: _Geometry, dy: Numbers, w: Numbers) -> Numbers:
+        return self._apply(g, dy, w[:, :, ::-1, ::-1])
 
     def _fan(self, w: tuple[int, ...]) -> tuple[int, int]:
         return w[2] * w[3], w[2] * w[3]

@@ -18,7 +18,7 @@ class Dense(Op):
     products: Products = EXACT
 
     def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
-        return {name: replace(self, products=p) for name, p in self.products.looser().items()}
+        return {name: replace(self, products=p) for name, p in self.products.looser(y).items()}
 
     def stored(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> tuple[bool, bool]:
         inputs, outputs = ps[0].val.shape

@@ -52,7 +52,7 @@ class LayerScale(Op):
         shape = ps[0].val.shape
         axes = (0, 2, 3) if len(shape) == 1 else (0,)
         terms = int(np.prod([dy.val.shape[i] for i in axes]))
-        gain = bilinear(lambda a, b: np.asarray((a * b).sum(axes)), xs[0], dy, terms)
+        gain = bilinear(lambda a, b: np.asarray((a * b).sum(axes)), xs[0], dy, terms, stored=2)
         return Vjp((self._times(dy, ps[0]),), (gain,))
 
     def _times(self, v: Bounded, g: Bounded) -> Bounded:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from diffgrad.bars import Array, Axes, Bounded, Moments, add, gamma, moments, neg, scale, total
+from diffgrad.bars import Array, Axes, Bounded, Moments, add, composed, gamma, moments, neg, scale, summation, total
 from diffgrad.ops.base import Numbers, Op, Vjp
 from diffgrad.specs import EPS
 
@@ -49,7 +49,8 @@ class Norm(Op):
         # roundings of the two uncentred products and of the shift.
         alpha = g.mag * m.inv_std.mag
         parts = x.mag * alpha + m.mean.mag * alpha + b.mag
-        folded = gamma(2, x.p) * parts + np.minimum(parts, 4.0 * x.p.tiny)
+        factors = 4.0 + x.mag + m.mean.mag if x.p.gradual else 4.0  # a subnormal alpha is rounded before it multiplies
+        folded = gamma(2, x.p) * parts + np.minimum(parts, factors * x.p.lost)
         return y.widen(np.where(parts <= x.p.largest, folded, np.inf))
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
@@ -67,7 +68,9 @@ class Norm(Op):
         # Also evaluated as dy*alpha + b*x + c, with b and c from the sums: the roundings of the uncentred products.
         uncentred = gamma(4, x.p) * m.inv_std.mag**2 * mean_xd.mag * (x.mag + m.mean.mag)
         present = m.inv_std.mag * (d.mag + mean_d.mag + along.mag)
-        dx = dx.widen(uncentred + _flushes(m, g, present) + _cube_flush(m, d, axes))
+        # Autodiff goes through centred, its square, their mean, the power and its products, and the two means.
+        stored = composed(8, x.p) * present
+        dx = dx.widen(uncentred + stored + _flushes(m, g, present) + _cube_flush(m, d, axes))
         nodes = (_project(x, m, dy, shared), total(dy, shared))
         return Vjp((dx,), tuple(node.reshape(*p.val.shape) for node, p in zip(nodes, ps, strict=True)))
 
@@ -135,20 +138,21 @@ def _project(x: Bounded, m: Moments, dy: Bounded, axes: Axes) -> Bounded:
     parts = (x.mag + m.mean.mag) * dy.mag
     uncentred = parts.sum(axes, keepdims=True)
     weighted = (parts * m.inv_std.mag).sum(axes, keepdims=True)
-    flushed = 2.0 * x.p.tiny * (np.ones_like(parts) * m.inv_std.mag).sum(axes, keepdims=True)
-    lost = gamma(k + 3, x.p) * weighted + np.minimum(weighted, flushed)
+    flushed = 2.0 * x.p.lost * (np.ones_like(parts) * m.inv_std.mag).sum(axes, keepdims=True)
+    lost = summation(k + 3, x.p, 5) * weighted + np.minimum(weighted, flushed)
     return gain.widen(np.where(uncentred <= x.p.largest, lost, np.inf))
 
 
 def _flushes(m: Moments, g: Bounded, present: Array) -> Array:
     """What flushed intermediates of the three terms may lose, in whatever order their factors are multiplied.
 
-    A flush loses at most ``tiny`` times the factors still to come: gamma and s in the first two terms; gamma, three s
+    A flush loses at most ``lost`` times the factors still to come: gamma and s in the first two terms; gamma, three s
     and the centred value in the third. It never loses more than is there. The terms may overflow before they cancel.
     """
     s = np.maximum(1.0, m.inv_std.mag)
-    lost = 4.0 * g.p.tiny * np.maximum(1.0, g.mag) * (s + m.centred.mag * s**3)
-    return np.where(present <= g.p.largest, np.minimum(present, lost), np.inf)
+    lost = 4.0 * g.p.lost * np.maximum(1.0, g.mag) * (s + m.centred.mag * s**3)
+    # So may the cube of s, in float16.
+    return np.where((present <= g.p.largest) & (s**3 <= g.p.largest), np.minimum(present, lost), np.inf)
 
 
 def _cube_flush(m: Moments, d: Bounded, axes: Axes) -> Array:
@@ -158,5 +162,6 @@ def _cube_flush(m: Moments, d: Bounded, axes: Axes) -> Array:
     """
     along = (d.mag * m.centred.mag).sum(axes, keepdims=True)
     cube = m.inv_std.mag**3
-    lost = np.where(cube < 2 * m.n * d.p.tiny, cube, 0.0) * along * m.centred.mag / m.n
+    gone = np.where(cube < 2 * m.n * d.p.tiny, np.minimum(cube, 2 * m.n * d.p.lost), 0.0)
+    lost = gone * along * m.centred.mag / m.n
     return np.where(along <= d.p.largest, lost, np.inf)

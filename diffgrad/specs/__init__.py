@@ -8,6 +8,18 @@ from diffgrad.specs.base import EPS, CaseError, Drop, Role, Spec, Tensor
 from diffgrad.specs.convnext import ConvNeXtDownSpec, ConvNeXtHeadSpec, ConvNeXtNetSpec, ConvNeXtSpec, ConvNeXtStemSpec
 from diffgrad.specs.mobilenetv4 import FusedSpec, HeadSpec, StemSpec, UibSpec, UibStridedSpec
 from diffgrad.specs.mobilenetv4_net import MobileNetV4Spec
+from diffgrad.specs.ops import (
+    ActivationOpSpec,
+    AttentionCoreOpSpec,
+    BatchNormOpSpec,
+    ConvOpSpec,
+    DenseOpSpec,
+    DropPathOpSpec,
+    LayerNormOpSpec,
+    LayerScaleOpSpec,
+    PoolOpSpec,
+    SoftmaxOpSpec,
+)
 from diffgrad.specs.vit import (
     AttentionSpec,
     EncoderSpec,
@@ -38,6 +50,16 @@ AnySpec = (
     | VitHeadSpec
     | VitSpec
     | LossSpec
+    | ActivationOpSpec
+    | AttentionCoreOpSpec
+    | BatchNormOpSpec
+    | ConvOpSpec
+    | DenseOpSpec
+    | DropPathOpSpec
+    | LayerNormOpSpec
+    | LayerScaleOpSpec
+    | PoolOpSpec
+    | SoftmaxOpSpec
 )
 """Every block and net that a case may name."""
 
@@ -47,23 +69,33 @@ BLOCKS: dict[str, type[Spec]] = {str(t.__struct_config__.tag): t for t in get_ar
 __all__ = [
     "BLOCKS",
     "EPS",
+    "ActivationOpSpec",
     "AnySpec",
+    "AttentionCoreOpSpec",
     "AttentionSpec",
+    "BatchNormOpSpec",
     "CaseError",
     "ConvNeXtDownSpec",
     "ConvNeXtHeadSpec",
     "ConvNeXtNetSpec",
     "ConvNeXtSpec",
     "ConvNeXtStemSpec",
+    "ConvOpSpec",
+    "DenseOpSpec",
     "Drop",
+    "DropPathOpSpec",
     "EncoderSpec",
     "FusedSpec",
     "HeadSpec",
+    "LayerNormOpSpec",
+    "LayerScaleOpSpec",
     "LossSpec",
     "MobileNetV4Spec",
     "PatchEmbedSpec",
+    "PoolOpSpec",
     "Role",
     "Sites",
+    "SoftmaxOpSpec",
     "Spec",
     "StemSpec",
     "Tensor",

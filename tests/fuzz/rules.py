@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from diffgrad.corpus import Corpus, Entry
+from diffgrad.how import How
 from diffgrad.judge import judge
 from diffgrad.worker import Runner
 
@@ -25,8 +28,9 @@ def rule(new: Sequence[Entry], corpus: Corpus, reference: Runner) -> Ruling:
     own, theirs = [], []
     for entry in new:
         file = corpus.folder / f"{entry.id}.json"
-        (answer,) = reference.run([entry.case], ["numpy"])
-        ours = judge(answer, "eager")
+        # The reference has plain conditions only.
+        (answer,) = reference.run([replace(entry.case, how=How())], ["numpy"])
+        ours = judge(answer)
         if entry.signature.adapter == "numpy" or ours.signature is not None:
             own.append(f"{entry.case.to_json().decode()}: {entry.sentence} (numpy: {ours.sentence or ours.verdict})")
             file.unlink(missing_ok=True)

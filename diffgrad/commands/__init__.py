@@ -1,0 +1,1 @@
+"""The commands that have modules of their own; `diffgrad/cli.py` registers them."""

@@ -1,0 +1,267 @@
+"""Shrinking past Hypothesis: a block's fault as a case of the single op that has it, then fewer and simpler numbers.
+
+The op gets what the framework itself recorded at the blamed link: the inputs that it read and the cotangent that it was
+given. If the fault shows there too, the block was only scenery. After that sizes are cut, elements are blanked and the
+rest is rounded, as long as the same fault shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from diffgrad.case import Case, numpy_dtype
+from diffgrad.chains import chain_of
+from diffgrad.chains.base import Link
+from diffgrad.chains.ops import ACTIVATIONS
+from diffgrad.ops import (
+    BatchNorm,
+    Conv2d,
+    Dense,
+    Depthwise,
+    GlobalAveragePool,
+    LayerNorm,
+    LayerScale,
+    Op,
+    SoftmaxRows,
+)
+from diffgrad.ops.attention import Attention
+from diffgrad.specs import (
+    ActivationOpSpec,
+    AttentionCoreOpSpec,
+    BatchNormOpSpec,
+    CaseError,
+    ConvOpSpec,
+    DenseOpSpec,
+    LayerNormOpSpec,
+    LayerScaleOpSpec,
+    PoolOpSpec,
+    SoftmaxOpSpec,
+    Spec,
+)
+from diffgrad.trace import Arrays, Trace
+from diffgrad.values import Values
+
+Array = NDArray[Any]
+Fails = Callable[[Case], bool]
+"""Whether a case shows the fault that is being shrunk."""
+
+_MOST_EXPLICIT = 4096
+"""Elements from which a case's tensors are not written out one by one."""
+
+
+def explicit(spec: Spec, tensors: Mapping[str, Array], like: Case) -> Case:
+    """A case of ``spec`` that holds exactly these numbers, under the conditions of another case."""
+    blank = Values(family="blank")
+    drawn = replace(like, block=spec, values=blank, overrides={}, lr=0.0).tensors()
+    overrides: dict[str, dict[str, float]] = {}
+    for name, v in tensors.items():
+        flat = np.asarray(v, np.float64).reshape(-1)
+        changed = np.flatnonzero(flat != np.asarray(drawn[name], np.float64).reshape(-1))
+        if changed.size:
+            overrides[name] = {str(int(i)): float(flat[i]) for i in changed}
+    return replace(like, block=spec, values=blank, overrides=overrides, lr=0.0)
+
+
+def single_op(case: Case, trace: Trace, site: str) -> Case | None:
+    """The op that writes ``site`` as a case of its own, on what the run recorded; None where there is no such block."""
+    link = next((k for k in chain_of(case.block).links if k.writes == site), None)
+    if link is None:
+        return None
+    held: Arrays = {**case.tensors(), **trace.acts}
+    dy = case.tensors()["dy"] if site == chain_of(case.block).output else trace.cots.get(site)
+    wanted = (*link.reads, *link.feeds)
+    if dy is None or any(name not in held for name in wanted):
+        return None
+    built = _as_block(link, [held[name] for name in link.reads], [held[name] for name in link.feeds], dy)
+    if built is None:
+        return None
+    spec, tensors = built
+    finite = all(np.isfinite(v).all() for v in tensors.values())
+    if not finite or sum(v.size for v in tensors.values()) > _MOST_EXPLICIT:
+        return None
+    try:
+        spec.check()
+        return explicit(spec, tensors, case).check()
+    except CaseError:
+        return None
+
+
+Built = tuple[Spec, dict[str, Array]]
+
+
+def _as_block(link: Link, xs: list[Array], ps: list[Array], dy: Array) -> Built | None:
+    """The op-level spec of a link, and its tensors by that spec's names."""
+    op, x = link.op, xs[0]
+    match op:
+        case Conv2d():
+            return _conv(op, x, ps, dy)
+        case BatchNorm():
+            n, c, h, w = x.shape
+            return BatchNormOpSpec(n=n, c=c, h=h, w=w), {"x": x, "g": ps[0], "bt": ps[1], "dy": dy}
+        case LayerNorm():
+            return _layer_norm(op, x, ps, dy)
+        case Dense():
+            inputs, outputs = ps[0].shape
+            rows = x.reshape(-1, inputs)
+            spec = DenseOpSpec(n=len(rows), i=inputs, o=outputs)
+            return spec, {"x": rows, "W": ps[0], "b": ps[1], "dy": dy.reshape(-1, outputs)}
+        case GlobalAveragePool():
+            n, c, h, w = x.shape
+            return PoolOpSpec(n=n, c=c, h=h, w=w), {"x": x, "dy": dy}
+        case LayerScale():
+            n, c, h, w = x.shape
+            spec_ = LayerScaleOpSpec(n=n, c=c, h=h, w=w, scale="channel" if ps[0].ndim == 1 else "element")
+            return spec_, {"x": x, "g": ps[0], "dy": dy}
+        case SoftmaxRows():
+            rows = x.reshape(-1, x.shape[-1])
+            return SoftmaxOpSpec(n=len(rows), size=rows.shape[1]), {"x": rows, "dy": dy.reshape(rows.shape)}
+        case Attention() if not op.products.bf16:
+            n, t, width = x.shape
+            core = AttentionCoreOpSpec(n=n, t=t, heads=op.heads, head_dim=width // op.heads)
+            return core, {"x": x, "k": xs[1], "v": xs[2], "dy": dy}
+        case _:
+            return _activation(op, x, dy)
+
+
+def _conv(op: Conv2d, x: Array, ps: list[Array], dy: Array) -> Built | None:
+    n, c, h, w = x.shape
+    if op.products.bf16:
+        return None
+    pads = op.padding if isinstance(op.padding, tuple) else (0, 0, 0, 0)
+    spec = ConvOpSpec(
+        n=n,
+        h=h,
+        w=w,
+        ic=c,
+        oc=ps[0].shape[0],
+        k=ps[0].shape[2],
+        stride=op.stride,
+        padding="explicit" if isinstance(op.padding, tuple) else op.padding,
+        pads=pads,
+        bias=len(ps) == 2,
+        depthwise=isinstance(op, Depthwise),
+    )
+    return spec, {"x": x, "W": ps[0], "dy": dy} | ({"b": ps[1]} if len(ps) == 2 else {})
+
+
+def _layer_norm(op: LayerNorm, x: Array, ps: list[Array], dy: Array) -> Built:
+    """Every kind as one over the last axis: the same numbers, in tokens."""
+    if op.kind == "channel":
+        x, dy = (v.transpose(0, 2, 3, 1).reshape(v.shape[0], -1, v.shape[1]) for v in (x, dy))
+    elif op.kind == "scalar":
+        x, dy = (v.reshape(v.shape[0], 1, -1) for v in (x, dy))
+    elif x.ndim == 2:
+        x, dy = x[:, None], dy[:, None]
+    vector = op.kind in ("channel", "token")
+    n, t, d = x.shape
+    spec = LayerNormOpSpec(n=n, t=t, d=d, norm="vector" if vector else "scalar")
+    return spec, {"x": x, "g": ps[0].reshape(-1), "bt": ps[1].reshape(-1), "dy": dy}
+
+
+def _activation(op: Op, x: Array, dy: Array) -> Built | None:
+    act: Any = next((name for name, kind in ACTIVATIONS.items() if type(op) is kind), None)
+    if act is None:
+        return None
+    rows = x.reshape(x.shape[0], -1)
+    return ActivationOpSpec(n=len(rows), size=rows.shape[1], act=act), {"x": rows, "dy": dy.reshape(rows.shape)}
+
+
+def fewer(case: Case, fails: Fails) -> Case:
+    """Cut sizes, then blank and round elements, as long as the case still fails."""
+    again = True
+    while again:
+        again = False
+        for smaller in _smaller(case):
+            if fails(smaller):
+                case, again = smaller, True
+                break
+    return _simpler(case, fails)
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """The case with one size (or all that must be alike) cut to a half or by one, at either end of its tensors."""
+    tensors = case.tensors()
+    sizes = [f for f in case.block.__struct_fields__ if type(getattr(case.block, f)) is int]
+    for fields in (*((f,) for f in sizes), ("ic", "oc"), ("h", "w")):
+        if not set(fields) <= set(sizes):
+            continue
+        for cut in (_half, _one_less):
+            spec = replace(case.block, **{f: cut(getattr(case.block, f)) for f in fields})
+            try:
+                spec.check()
+            except CaseError:
+                continue
+            shapes = {t.name: t.shape for t in spec.tensors()}
+            for end in (_first, _last):
+                yield explicit(spec, {k: end(v, shapes[k]) for k, v in tensors.items()}, case)
+
+
+def _half(size: int) -> int:
+    return size // 2
+
+
+def _one_less(size: int) -> int:
+    return size - 1
+
+
+def _first(v: Array, shape: tuple[int, ...]) -> Array:
+    return v[tuple(slice(0, size) for size in shape)]
+
+
+def _last(v: Array, shape: tuple[int, ...]) -> Array:
+    return v[tuple(slice(old - size, old) for old, size in zip(v.shape, shape, strict=True))]
+
+
+def _simpler(case: Case, fails: Fails) -> Case:
+    """Blank the elements that do not matter, in ever smaller groups; round the others to few digits."""
+    for name in case.tensors():
+        size = case.tensors()[name].size
+        group = size
+        while group >= 1:
+            for start in range(0, size, group):
+                case = _try(case, name, slice(start, start + group), lambda v: np.zeros_like(v), fails)
+            group //= 2
+    for name in case.tensors():
+        for i in range(case.tensors()[name].size):
+            for simplify in _SIMPLER:
+                case = _try(case, name, slice(i, i + 1), simplify, fails)
+    return case
+
+
+def _rounded(digits: int) -> Callable[[Array], Array]:
+    def simplify(v: Array) -> Array:
+        return np.array([float(f"{float(x):.{digits}g}") for x in v])
+
+    return simplify
+
+
+_SIMPLER: tuple[Callable[[Array], Array], ...] = (
+    np.ones_like,
+    lambda v: np.asarray(np.copysign(1.0, v.astype(np.float64))),
+    _rounded(1),
+    _rounded(2),
+    _rounded(3),
+)
+
+
+def _try(case: Case, name: str, where: slice, change: Callable[[Array], Array], fails: Fails) -> Case:
+    tensors = {k: np.array(v) for k, v in case.tensors().items()}
+    flat = tensors[name].reshape(-1)
+    new = change(flat[where]).astype(numpy_dtype(case.dtype))
+    if (new == flat[where]).all():
+        return case
+    # A number that was made simple by one step is not made another one by the next.
+    if len(new) == 1 and _length(new[0]) >= _length(flat[where][0]):
+        return case
+    flat[where] = new
+    changed = explicit(case.block, tensors, case)
+    return changed if fails(changed) else case
+
+
+def _length(x: Any) -> int:
+    return len(f"{float(x):g}") + (0 if float(f"{float(x):g}") == float(x) else 10)

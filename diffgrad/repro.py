@@ -1,0 +1,323 @@
+"""``diffgrad repro``: a saved single-op fault as a script of a screenful that needs only the framework and NumPy.
+
+The script holds the case's numbers, one call of the framework, the element that is wrong, and the expected value with
+its bar as the oracle computed them; it prints versions, got, expected and bar, and exits 1 while the fault is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffgrad.adapters.layout import to_nhwc
+from diffgrad.adapters.registry import mode_of
+from diffgrad.case import Case
+from diffgrad.check import Quantity
+from diffgrad.corpus import Entry
+from diffgrad.specs import EPS, Spec
+
+Array = NDArray[Any]
+
+
+class ReproError(RuntimeError):
+    """There is no standalone script of a finding; the message says why and what to do instead."""
+
+
+class Fault(NamedTuple):
+    """The wrong element: which array (``out``, a tensor for its gradient, or ``loss``), where, and what is right."""
+
+    array: str
+    at: tuple[int, ...]
+    expected: float
+    bar: float
+    note: str
+
+
+# What calls the op, by framework and block: expressions over the case's tensors. The shapes are the framework's own.
+FORWARDS: dict[str, dict[str, Callable[[Any], str]]] = {
+    "torch": {
+        "op_conv": lambda s: _torch_conv(s),
+        "op_bn": lambda s: f"F.batch_norm(x, None, None, g, bt, training=True, eps={EPS})",
+        "op_ln": lambda s: (
+            f"F.layer_norm(x, ({s.d},), g, bt, {EPS})"
+            if s.norm == "vector"
+            else f"F.layer_norm(x, ({s.d},), eps={EPS}) * g + bt"
+        ),
+        "op_act": lambda s: {
+            "relu": "F.relu(x)",
+            "relu6": "F.relu6(x)",
+            "swish": "F.silu(x)",
+            "gelu_tanh": 'F.gelu(x, approximate="tanh")',
+            "gelu_erf": "F.gelu(x)",
+        }[s.act],
+        "op_dense": lambda s: "F.linear(x, W.T, b)",
+        "op_pool": lambda s: "F.adaptive_avg_pool2d(x, 1)",
+        "op_scale": lambda s: "x * g" + (".reshape(-1, 1, 1)" if s.scale == "channel" else ""),
+        "op_softmax": lambda s: "torch.softmax(x, -1)",
+        "op_sdpa": lambda s: _torch_sdpa(s),
+        "loss": lambda s: "F.cross_entropy(x, target)",
+    },
+    "jax": {
+        "op_conv": lambda s: _jax_conv(s),
+        "op_bn": lambda s: _jax_norm("(0, 1, 2)"),
+        "op_ln": lambda s: _jax_norm("-1"),
+        "op_act": lambda s: {
+            "relu": "jax.nn.relu(x)",
+            "relu6": "jax.nn.relu6(x)",
+            "swish": "jax.nn.silu(x)",
+            "gelu_tanh": "jax.nn.gelu(x, approximate=True)",
+            "gelu_erf": "jax.nn.gelu(x, approximate=False)",
+        }[s.act],
+        "op_dense": lambda s: "x @ W + b",
+        "op_pool": lambda s: "jnp.mean(x, (1, 2), keepdims=True)",
+        "op_scale": lambda s: "x * g" if s.scale == "channel" else "x * jnp.transpose(g, (1, 2, 0))",
+        "op_softmax": lambda s: "jax.nn.softmax(x)",
+        "op_sdpa": lambda s: (
+            "jax.nn.dot_product_attention("
+            + ", ".join(f"{v}.reshape{(s.n, s.t, s.heads, s.head_dim)}" for v in ("x", "k", "v"))
+            + ").reshape(x.shape)"
+        ),
+        "loss": lambda s: "-jnp.sum(target * jax.nn.log_softmax(x)) / len(x)",
+    },
+    "tensorflow": {
+        "op_conv": lambda s: _tf_conv(s),
+        "op_bn": lambda s: f"tf.nn.batch_normalization(x, *tf.nn.moments(x, (0, 1, 2)), bt, g, {EPS})",
+        "op_ln": lambda s: f"tf.nn.batch_normalization(x, *tf.nn.moments(x, (-1,), keepdims=True), bt, g, {EPS})",
+        "op_act": lambda s: {
+            "relu": "tf.nn.relu(x)",
+            "relu6": "tf.nn.relu6(x)",
+            "swish": "tf.nn.silu(x)",
+            "gelu_tanh": "tf.nn.gelu(x, approximate=True)",
+            "gelu_erf": "tf.nn.gelu(x)",
+        }[s.act],
+        "op_dense": lambda s: "tf.matmul(x, W) + b",
+        "op_pool": lambda s: "tf.reduce_mean(x, (1, 2), keepdims=True)",
+        "op_scale": lambda s: "x * g" if s.scale == "channel" else "x * tf.transpose(g, (1, 2, 0))",
+        "op_softmax": lambda s: "tf.nn.softmax(x)",
+        "op_sdpa": lambda s: (
+            "tf.reshape(keras.ops.dot_product_attention("
+            + ", ".join(f"tf.reshape({v}, {(s.n, s.t, s.heads, s.head_dim)})" for v in ("x", "k", "v"))
+            + "), x.shape)"
+        ),
+        "loss": lambda s: "tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(target, x))",
+    },
+}
+
+
+def _torch_conv(s: Any) -> str:
+    bias = "b" if s.bias else "None"
+    groups = f", groups={s.ic}" if s.depthwise else ""
+    if s.padding == "explicit":
+        top, bottom, left, right = s.pads
+        return f"F.conv2d(F.pad(x, {(left, right, top, bottom)}), W, {bias}, stride={s.stride}{groups})"
+    if s.padding == "xla_same":
+        totals = [max((-(-size // s.stride) - 1) * s.stride + s.k - size, 0) for size in (s.w, s.h)]
+        pads = tuple(p for t in totals for p in (t // 2, t - t // 2))
+        return f"F.conv2d(F.pad(x, {pads}), W, {bias}, stride={s.stride}{groups})"
+    padding = (s.k - 1) // 2 if s.padding == "symmetric" else 0
+    return f"F.conv2d(x, W, {bias}, stride={s.stride}, padding={padding}{groups})"
+
+
+def _torch_sdpa(s: Any) -> str:
+    heads = ", ".join(f"{v}.reshape{(s.n, s.t, s.heads, s.head_dim)}.transpose(1, 2)" for v in ("x", "k", "v"))
+    return f"F.scaled_dot_product_attention({heads}).transpose(1, 2).reshape(x.shape)"
+
+
+def _jax_conv(s: Any) -> str:
+    half = (s.k - 1) // 2
+    top, bottom, left, right = s.pads if s.padding == "explicit" else (half,) * 4
+    padding = {"xla_same": '"SAME"', "valid": '"VALID"'}.get(s.padding, f"[{(top, bottom)}, {(left, right)}]")
+    groups = f", feature_group_count={s.ic}" if s.depthwise else ""
+    call = (
+        f"jax.lax.conv_general_dilated(x, W, ({s.stride}, {s.stride}), {padding}, "
+        f'dimension_numbers=("NHWC", "HWIO", "NHWC"){groups})'
+    )
+    return f"{call} + b" if s.bias else call
+
+
+def _jax_norm(axes: str) -> str:
+    mean, variance = (f"jnp.{f}(x, {axes}, keepdims=True)" for f in ("mean", "var"))
+    return f"(x - {mean}) * jax.lax.rsqrt({variance} + {EPS}) * g + bt"
+
+
+def _tf_conv(s: Any) -> str:
+    half = (s.k - 1) // 2
+    top, bottom, left, right = s.pads if s.padding == "explicit" else (half,) * 4
+    padding = {"xla_same": '"SAME"', "valid": '"VALID"'}.get(
+        s.padding, f"[[0, 0], [{top}, {bottom}], [{left}, {right}], [0, 0]]"
+    )
+    if s.depthwise:
+        strides = (1, s.stride, s.stride, 1)
+        call = f"tf.nn.depthwise_conv2d(x, tf.transpose(W, (0, 1, 3, 2)), {strides}, {padding})"
+    else:
+        call = f"tf.nn.conv2d(x, W, {s.stride}, {padding})"
+    return f"tf.nn.bias_add({call}, b)" if s.bias else call
+
+
+# How the gradient is taken, by framework and mode: lines that leave the output in ``y`` and gradients in ``grads``.
+_TORCH_EAGER = """\
+y = forward(*leaves)
+grads = torch.autograd.grad(y, leaves, dy)"""
+_JAX = """\
+def step(dy, *leaves):
+    y, pull = {vjp}
+    return y, pull(dy)
+y, grads = {call}(dy, *leaves)"""
+_TF = """\
+{decorator}def step(dy, *leaves):
+    with tf.GradientTape() as tape:
+        tape.watch(leaves)
+        y = {call}(*leaves)
+    return y, tape.gradient(y, leaves, output_gradients=dy)
+y, grads = step(dy, *leaves)"""
+
+BACKWARDS: dict[tuple[str, str], str] = {
+    ("torch", "eager"): _TORCH_EAGER,
+    ("torch", "compile"): "forward = torch.compile(forward, fullgraph=True, dynamic=False)\n" + _TORCH_EAGER,
+    ("torch", "func"): "y, pull = torch.func.vjp(forward, *leaves)\ngrads = pull(dy)",
+    ("torch", "checkpoint"): (
+        "from torch.utils.checkpoint import checkpoint\n"
+        + _TORCH_EAGER.replace("forward(*leaves)", "checkpoint(forward, *leaves, use_reentrant=False)")
+    ),
+    ("jax", "jit"): _JAX.format(vjp="jax.vjp(forward, *leaves)", call="jax.jit(step)"),
+    ("jax", "eager"): _JAX.format(vjp="jax.vjp(forward, *leaves)", call="step"),
+    ("jax", "checkpoint"): _JAX.format(vjp="jax.vjp(jax.checkpoint(forward), *leaves)", call="jax.jit(step)"),
+    ("jax", "linearize"): (
+        "def step(dy, *leaves):\n"
+        "    y, push = jax.linearize(forward, *leaves)\n"
+        "    return y, jax.linear_transpose(push, *leaves)(dy)\n"
+        "y, grads = jax.jit(step)(dy, *leaves)"
+    ),
+    ("tensorflow", "eager"): _TF.format(decorator="", call="forward"),
+    ("tensorflow", "function"): _TF.format(decorator="@tf.function\n", call="forward"),
+    ("tensorflow", "xla"): _TF.format(decorator="@tf.function(jit_compile=True)\n", call="forward"),
+    ("tensorflow", "checkpoint"): _TF.format(decorator="", call="tf.recompute_grad(forward)"),
+}
+
+_IMPORTS = {
+    "torch": "import torch\nimport torch.nn.functional as F",
+    "jax": 'import jax\nimport jax.numpy as jnp\n\njax.config.update("jax_enable_x64", True)',
+    "tensorflow": "import tensorflow as tf",
+}
+_VERSIONS = {"torch": "torch.__version__", "jax": "jax.__version__", "tensorflow": "tf.__version__"}
+_TENSORS = {"torch": "torch.tensor({})", "jax": "jnp.array({})", "tensorflow": "tf.constant({})"}
+_DTYPES = {"torch": "torch.{}", "jax": "jnp.{}", "tensorflow": "tf.{}"}
+_TO_NUMPY = {
+    "torch": "v.detach().double().numpy()",
+    "jax": "np.asarray(v, np.float64)",
+    "tensorflow": "tf.cast(v, tf.float64).numpy()",
+}
+
+# What a tensor is a view of, in torch, where strides are real; elsewhere a view is only another way to write a value.
+_VIEWS = {
+    "step": "{n} = torch.stack(({n}, torch.full_like({n}, torch.nan)), -1).flatten(-2)[..., ::2]",
+    "transposed": "{n} = {n}.permute(*reversed(range({n}.ndim))).contiguous().permute(*reversed(range({n}.ndim)))",
+    "offset": "{n} = torch.cat((torch.full((1,), torch.nan, dtype={n}.dtype), {n}.flatten()))[1:].view({n}.shape)",
+    "expanded": "{n} = {n}[:1].clone().expand({n}.shape)",
+    "channels_last": "{n} = {n}.to(memory_format=torch.channels_last)",
+}
+
+
+def script(entry: Entry, quantity: Quantity) -> str:
+    """The script of a saved finding.
+
+    Args:
+        entry: the finding.
+        quantity: its blamed quantity in a run of now, with the element, the expected value and the bar.
+
+    Raises:
+        ReproError: the finding is not a single op's, or takes conditions that a script cannot show.
+    """
+    name, case = entry.signature.adapter, entry.case
+    spec = case.block
+    mode = mode_of(name, case.how)
+    if spec.kind not in FORWARDS.get(name, {}):
+        raise ReproError(
+            f"{entry.id}: {spec.kind} has no standalone form in {name}, only single ops have; `diffgrad replay` runs it"
+        )
+    beyond = sorted(set(case.how.unusual()) - {"mode", "layout", "x", "dy", "params"})
+    if (name, mode) not in BACKWARDS or beyond or (case.how.layout and name != "torch"):
+        what = f"mode {mode}" if (name, mode) not in BACKWARDS else ", ".join(beyond or ["layout"])
+        raise ReproError(f"{entry.id}: it takes {what}, which a script does not show; `diffgrad replay` runs it")
+    tensors = case.tensors() if name == "torch" else to_nhwc(spec, case.tensors())
+    leaves = spec.differentiated()
+    fault = _fault(name, case, quantity)
+    lines = [
+        f'"""{entry.signature}: {quantity.sentence()}."""',
+        "",
+        "import sys",
+        "",
+        "import numpy as np",
+        _IMPORTS[name],
+        *(["import keras"] if "keras." in FORWARDS[name][spec.kind](spec) else []),
+        "",
+        *_data(name, case, tensors),
+        f"leaves = ({', '.join(leaves)},)",
+        *([f"for leaf in leaves:{chr(10)}    leaf.requires_grad_()"] if name == "torch" else []),
+        "",
+        "",
+        f"def forward({', '.join(leaves)}):",
+        f"    return {FORWARDS[name][spec.kind](spec)}",
+        "",
+        "",
+        BACKWARDS[name, mode],
+        f"v = {'y' if fault.array == 'out' else f'grads[{leaves.index(fault.array)}]'}",
+        f"got = float(({_TO_NUMPY[name]})[{', '.join(map(str, fault.at)) or '()'}])",
+        f"expected, bar = {fault.expected!r}, {fault.bar!r}",
+        f'print("{name}", {_VERSIONS[name]}, "numpy", np.__version__)',
+        f'print(f"{fault.note}: got {{got!r}}, expected {{expected!r}}, bar {{bar!r}}")',
+        "sys.exit(0 if abs(got - expected) <= bar else 1)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _data(name: str, case: Case, tensors: dict[str, Array]) -> list[str]:
+    """Lines that make the case's tensors."""
+    lines = []
+    given = [t.name for t in case.block.tensors()]
+    for tensor in given:
+        v = tensors[tensor]
+        dtype = _DTYPES[name].format(case.dtype)
+        made = f"{_literal(v)}, dtype={dtype}"
+        lines.append(f"{tensor} = {_TENSORS[name].format(made)}")
+        if name != "torch":
+            continue
+        if case.how.layout == "channels_last" and v.ndim == 4:
+            lines.append(_VIEWS["channels_last"].format(n=tensor))
+        memory = case.how.memory(tensor, case.block.input().name)
+        if memory and v.ndim and tensor in (*case.block.differentiated(), "dy"):
+            lines.append(_VIEWS[memory].format(n=tensor))
+    return lines
+
+
+def _literal(v: Array) -> str:
+    """An array as the shortest expression: a constant, or its numbers."""
+    values = np.asarray(v, np.float64)
+    flat = values.reshape(-1)
+    if values.ndim and flat.size > 4 and (flat == flat[0]).all():
+        return f"np.full({values.shape}, {float(flat[0])!r})"
+    if flat.size > 16:
+        some = np.flatnonzero(flat)
+        if len(some) <= flat.size // 4:
+            places = [int(i) for i in some]
+            numbers = [float(flat[i]) for i in some]
+            return f"np.bincount({places}, {numbers}, {flat.size}).reshape{values.shape}"
+    return repr(values.tolist())
+
+
+def _fault(name: str, case: Case, q: Quantity) -> Fault:
+    """Where the element is in the framework's own layout."""
+    what = q.what.removeprefix("bare ")
+    spec: Spec = case.block
+    array = {"activation": "out", "cotangent": spec.input().name}.get(what, q.name)
+    shapes = {t.name: t.shape for t in spec.tensors()} | {"out": spec.output_shape()}
+    marker = np.zeros(shapes[array])
+    marker[q.index] = 1.0
+    if name != "torch":
+        marker = to_nhwc(spec, {array: marker})[array]
+    index = tuple(int(i) for i in np.argwhere(marker)[0]) if marker.ndim else ()
+    shown = {"out": "the output"}.get(array, f"the gradient of {array}")
+    return Fault(array, index, q.expected, q.bar, f"{shown} at {list(index)}")

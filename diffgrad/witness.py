@@ -1,0 +1,61 @@
+"""Witnesses: what everyone else gives for a case in which one framework is at fault.
+
+The oracle decides who is wrong. The other frameworks, the same framework in other modes and dtypes, and NumPy in the
+same precision are shown beside it, so that a reader sees at once how narrow the fault is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+from msgspec.structs import replace
+
+from diffgrad.adapters.registry import OFFERS, load, mode_of, offers
+from diffgrad.case import Case, Dtype
+from diffgrad.how import How
+from diffgrad.judge import judge
+from diffgrad.specs import CaseError
+from diffgrad.worker import Answer, Runner
+
+
+def witnesses(runner: Runner, case: Case, adapter: str) -> dict[str, str]:
+    """Name of the witness -> its verdict, and the first fault if it has one.
+
+    Args:
+        runner: the frameworks that are at hand.
+        case: the case.
+        adapter: the framework at fault, which is not a witness under the case's own conditions.
+    """
+    out: dict[str, str] = {}
+    for name, other, variant in _asked(runner, case, adapter):
+        for answer in runner.run([variant], [other], quick=False):
+            out[name] = _said(answer)
+    plain = replace(case, how=How())
+    out[f"numpy {case.dtype}"] = _said(Answer("numpy", plain, load("numpy").run(plain)))
+    return out
+
+
+def _asked(runner: Runner, case: Case, adapter: str) -> Iterator[tuple[str, str, Case]]:
+    """(name, adapter, case) of every witness but NumPy."""
+    plain = replace(case, how=How(device=case.how.device))
+    for other in runner.about():
+        if other not in (adapter, "numpy"):
+            yield f"{other} {mode_of(other, plain.how)}", other, plain
+    for mode in OFFERS[adapter].modes:
+        how = replace(case.how, mode=mode, bare=case.how.bare and mode != "jvp")
+        if mode != mode_of(adapter, case.how) and offers(adapter, how):
+            yield f"{adapter} {mode}", adapter, replace(case, how=how, lr=0.0 if mode == "jvp" else case.lr)
+    for dtype in get_args(Dtype):
+        try:
+            variant = replace(case, dtype=dtype).check()
+            variant.tensors()
+        except CaseError:
+            continue  # its numbers do not fit
+        if dtype != case.dtype:
+            yield f"{adapter} {dtype}", adapter, variant
+
+
+def _said(answer: Answer) -> str:
+    judgement = judge(answer)
+    return judgement.verdict if not judgement.faults else judgement.sentence
