@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from packaging.version import Version
 
-from diffgrad.adapters.registry import ADAPTERS
+from diffgrad.adapters.registry import ADAPTERS, offers
 from diffgrad.corpus import Corpus, Entry
 from diffgrad.judge import judge
 from diffgrad.releases import BisectError as BisectError
@@ -37,6 +37,8 @@ _LACKING = re.compile(
     r"^(AttributeError|ImportError|ModuleNotFoundError)\b|unexpected keyword argument|No such compile option"
 )
 
+_OUTSIDE = "; what was tried of the releases beyond cannot run it"
+
 
 class Tried(msgspec.Struct, frozen=True):
     """One release: whether it has the finding, or why that cannot be said."""
@@ -55,7 +57,7 @@ class Bisection(msgspec.Struct, frozen=True):
         id: the finding.
         package: what was bisected.
         change: ``regression`` (older releases pass), ``fix`` (older ones fail) or ``none``.
-        good, bad: the neighbouring releases that pass and fail; without a change, the last ones tried of each kind.
+        good, bad: the neighbouring releases that pass and fail; without a change, the newest that runs, as one of them.
         unsure: releases between the two that cannot run the case.
         sentence: the same in words.
         tried: every release tried, in that order.
@@ -110,21 +112,22 @@ def _narrowed(ends: Ends, probe: Callable[[int], Verdict]) -> Ends:
 
 
 def _outermost(order: Sequence[int], probe: Callable[[int], Verdict]) -> int | None:
-    """The first of ``order`` that runs, where those that do not are the oldest (or newest) few.
+    """The first of ``order`` that runs, where those before it that do not lie together.
 
-    By strides that double, then halve: an install takes a minute.
+    An install takes a minute, so by strides that double, then halve; one by one where they find none.
     """
     skipped, at = -1, 0
     while at < len(order) and probe(order[at]) == "skipped":
         skipped, at = at, 2 * at + 1
-    at = min(at, len(order))
+    if at >= len(order):
+        return next((i for i in order if probe(i) != "skipped"), None)
     while at - skipped > 1:
         middle = (skipped + at) // 2
         if probe(order[middle]) == "skipped":
             skipped = middle
         else:
             at = middle
-    return order[at] if at < len(order) else None
+    return order[at]
 
 
 def verdict_of(entry: Entry, answer: Answer) -> tuple[Verdict, str]:
@@ -143,9 +146,9 @@ def verdict_of(entry: Entry, answer: Answer) -> tuple[Verdict, str]:
     return "fails", now.sentence
 
 
-def _message(sentence: str) -> str:
-    """What an error says, without its class."""
-    return re.sub(r"^error: \w+: ", "", sentence)
+def _message(sentence: str) -> list[str]:
+    """The words of what an error says, without its class; names and numbers may differ from release to release."""
+    return re.findall(r"[A-Za-z]+", re.sub(r"^error: \w+: ", "", sentence).split("\n")[0])
 
 
 def package_of(entry: Entry, package: str | None) -> str:
@@ -164,6 +167,8 @@ def package_of(entry: Entry, package: str | None) -> str:
         )
     if entry.case.how.device != "cpu":
         raise BisectError(f"{entry.id}: it shows on {entry.case.how.device}, and releases are compared on a CPU only")
+    if not offers(adapter, entry.case.how):
+        raise BisectError(f"{entry.id}: {adapter} is not run under its conditions any more")
     return package or known[0]
 
 
@@ -213,16 +218,18 @@ def bisect(entry: Entry, package: str, versions: Sequence[str], trial: Trial) ->
         reason = next(iter(trial.tried.values())).reason
         raise BisectError(f"{entry.id}: none of the {len(trial.tried)} releases tried can run it; the first: {reason}")
     low, high = (trial.tried[versions[i]] for i in ends)
-    unsure = tuple(versions[ends.low + 1 : ends.high]) if low.verdict != high.verdict else ()
+    unchanged = low.verdict == high.verdict
+    unsure = () if unchanged else tuple(versions[ends.low + 1 : ends.high])
+    outside = unchanged and (ends.low > 0 or ends.high < len(versions) - 1)
     by = {low.verdict: low.version, high.verdict: high.version}
     return Bisection(
         id=entry.id,
         package=package,
-        change="none" if low.verdict == high.verdict else "fix" if low.verdict == "fails" else "regression",
+        change="none" if unchanged else "fix" if low.verdict == "fails" else "regression",
         good=by.get("passes", ""),
         bad=by.get("fails", ""),
         unsure=unsure,
-        sentence=_sentence(package, low, high, unsure),
+        sentence=_sentence(package, low, high, unsure) + (_OUTSIDE if outside else ""),
         tried=tuple(trial.tried.values()),
     )
 

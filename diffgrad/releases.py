@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-_INSTALL_TIMEOUT = 3600.0
+_PIP_TIMEOUT = 3600.0
 # The last of several tries.
 _UNREACHABLE = re.compile(r"Retry\(total=0.*connection broken by '?(\w+)")
 
@@ -35,7 +35,10 @@ class Pip:
             BisectError: there is no pip, or an index cannot be reached.
         """
         command = [sys.executable, "-m", "pip", "--python", self.python, "--no-input", "--retries", "2", *args]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise BisectError(f"pip {args[0]} did not end within {_PIP_TIMEOUT:.0f} s") from None
         if "No module named pip" in done.stderr:
             raise BisectError(f"{sys.executable} has no pip: python -m ensurepip")
         broken = _UNREACHABLE.search(done.stderr)
@@ -61,8 +64,9 @@ class Pip:
 
 
 def _last_error(stderr: str) -> str:
-    errors = [line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR:")]
-    return one_line(errors[-1]) if errors else "pip does not say why"
+    lines = [line for line in stderr.splitlines() if line.strip() and "ResolutionImpossible" not in line]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
+    return one_line((errors or lines or ["pip does not say why"])[-1])
 
 
 def between(releases: Sequence[Version], package: str, low: str, high: str) -> list[str]:
@@ -129,11 +133,12 @@ class Environments:
             done = inner("install", "--quiet", "--only-binary", ":all:", *requirements)
             if done.returncode:
                 return f"cannot be installed ({_last_error(done.stderr)})"
-            if not home.exists():  # else another process was faster
+            try:
                 temporary.rename(home)
+            except OSError:
+                if not home.exists():  # else another process was faster
+                    raise
             return ""
-        except subprocess.TimeoutExpired:
-            return f"cannot be installed (pip did not end within {_INSTALL_TIMEOUT:.0f} s)"
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

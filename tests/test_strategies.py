@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, get_args
 
 import pytest
 from hypothesis import Phase, find, given, settings
 
+from diffgrad.adapters.registry import FRAMEWORKS, offers
 from diffgrad.case import Case
+from diffgrad.how import How
 from diffgrad.specs import (
     BLOCKS,
     AttentionSpec,
@@ -25,9 +28,8 @@ from diffgrad.specs.base import MapSpec
 from diffgrad.specs.ops import Act, ActivationOpSpec, ConvOpSpec
 from diffgrad.strategies import Batch, batches, cases, sample
 from diffgrad.strategies.blocks import SPECS
-from diffgrad.strategies.cases import DTYPES, quiet_settings, values
+from diffgrad.strategies.cases import DRAWN, DTYPES, hows, quiet_settings, values
 from diffgrad.strategies.ops import OPS
-from diffgrad.values import FAMILIES
 from tests.helpers import KINDS, extent, specs
 
 MANY = 300
@@ -241,7 +243,7 @@ def test_operands_are_rounded_in_float32_only() -> None:
 def test_every_block_family_and_dtype_is_drawn() -> None:
     drawn = sample(cases(dtypes=DTYPES), 4 * MANY, key=1)
     assert {c.block.kind for c in drawn} == set(KINDS)
-    assert {c.values.family for c in drawn} == set(FAMILIES)
+    assert {c.values.family for c in drawn} == set(DRAWN)
     assert {c.dtype for c in drawn} == set(DTYPES)
 
 
@@ -275,3 +277,39 @@ def test_a_case_shrinks_to_one_draw_of_normal_values_in_float32() -> None:
     assert least.dtype == "float32"
     (only,) = least.draws
     assert (only.family, only.seed, only.exponent) == ("normal", 0, 0)
+
+
+# Conditions.
+
+
+@cache
+def conditions() -> tuple[How, ...]:
+    """Those of many batches. (On their own the plain ones would come once: Hypothesis repeats nothing.)"""
+    loss = batches(["loss"], conditions=hows(), most=1)
+    return tuple(b.how for key in range(4) for b in sample(loss, 3 * MANY, key))
+
+
+def test_conditions_are_often_plain_and_always_offered_by_some_framework() -> None:
+    drawn = conditions()
+    assert sum(h == How() for h in drawn) > len(drawn) // 4
+    assert all(any(offers(name, h) for name in FRAMEWORKS) for h in drawn)
+    for h in set(drawn):
+        h.check()
+
+
+@pytest.mark.parametrize("field", [f for f in How.__struct_fields__ if f not in ("device", "tf32", "benchmark")])
+def test_every_condition_is_drawn(field: str) -> None:
+    seen = {getattr(h, field) for h in conditions()}
+    assert len(seen) > 1
+    if field == "mode":
+        assert seen >= {"", "func", "checkpoint", "linearize", "function", "xla", "jvp"}
+
+
+def test_a_framework_is_drawn_only_what_it_offers() -> None:
+    assert all(offers("numpy", h) for h in sample(hows(("numpy",)), 200, key=1))
+    assert {h.mode for h in sample(hows(("torch",), ("compile", "func")), 100, key=1)} == {"compile", "func"}
+    assert {h.device for h in sample(hows(device="cuda"), 50, key=1)} == {"cuda"}
+
+
+def test_conditions_shrink_to_plain_ones() -> None:
+    assert find(hows(), lambda h: True, settings=SHRINKING) == How()
