@@ -79,6 +79,8 @@ FAITHFUL: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
 
 # A whole net's expanded depthwise kernels need gigabytes unless they are made when they are used.
 SPARE_MEMORY: dict[str, bool | int | str] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+if jax.__version_info__ < (0, 9, 1):
+    SPARE_MEMORY = {}  # older releases refuse the option
 
 
 class JaxAdapter(Adapter):

@@ -15,8 +15,10 @@ import typer
 
 from diffgrad import __version__, show
 from diffgrad.adapters.registry import ADAPTERS, FRAMEWORKS, OFFERS
+from diffgrad.bisect import BisectError
 from diffgrad.campaign import Campaign, summary
 from diffgrad.certify import certify as certify_all
+from diffgrad.commands.bisect import bisect
 from diffgrad.commands.report import report
 from diffgrad.commands.triage import triage
 from diffgrad.corpus import Corpus, CorpusError
@@ -25,6 +27,7 @@ from diffgrad.how import MODES, Device
 from diffgrad.mutants import MUTANTS, false_alarms, hunt, median_cases
 from diffgrad.replay import entries_at
 from diffgrad.replay import replay as replay_entries
+from diffgrad.repro import ReproError
 from diffgrad.specs import BLOCKS, CaseError
 from diffgrad.strategies.cases import DTYPES
 from diffgrad.tie import NETS, Sizes, Tied, net_spec
@@ -56,7 +59,7 @@ def _one_sentence(command: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
-        except (CaseError, CorpusError, WorkerError, UsageError) as e:
+        except (CaseError, CorpusError, WorkerError, UsageError, BisectError, ReproError) as e:
             print(f"diffgrad: {e}", file=sys.stderr)
             raise typer.Exit(2) from None
 
@@ -240,7 +243,7 @@ def mutants(
         raise typer.Exit(1)
 
 
-for command in (triage, report):
+for command in (triage, bisect, report):
     app.command()(_one_sentence(command))
 
 

@@ -99,7 +99,8 @@ def _remote(channel, root, name, log):  # type: ignore[no-untyped-def]
     """Sent as source text to the worker's interpreter; everything else is imported there."""
     import sys
 
-    sys.path.insert(0, root)
+    # An installed diffgrad lies beside the campaign's own frameworks, which are not to hide the interpreter's.
+    sys.path.insert(len(sys.path) if root.endswith("-packages") else 0, root)
     from diffgrad.serve import serve
 
     serve(channel, name, log)
