@@ -215,10 +215,11 @@ class Corpus:
     def write_index(self) -> None:
         """Rewrite INDEX.md from the entries. One writer at a time, so that none misses another's entry."""
         try:
-            lock = os.open(self.folder / ".index.lock", os.O_WRONLY | os.O_CREAT, 0o644)
+            lock = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as e:
-            raise CorpusError(f"{self.folder}: the index could not be locked ({e.strerror})") from None
+            index = self.folder / "INDEX.md"
+            raise CorpusError(f"{index}: could not be written ({e.strerror}); nothing was changed") from None
         try:
             self._write_index()
         finally:

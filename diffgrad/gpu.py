@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +17,9 @@ import typer
 
 from diffgrad.adapters.registry import offers
 from diffgrad.case import Case
+from diffgrad.corpus import Corpus
 from diffgrad.how import Device, How
-from diffgrad.judge import judge
+from diffgrad.judge import Judgement, judge
 from diffgrad.specs import AttentionSpec, ConvNeXtSpec, EncoderSpec, Spec, UibSpec, UibStridedSpec
 from diffgrad.values import Values
 from diffgrad.worker import WorkerError, Workers
@@ -65,6 +66,7 @@ def cases(device: Device) -> Iterator[Case]:
 def check(device: Device, names: tuple[str, ...], seconds: float = float("inf")) -> dict[str, Any]:
     """Run and judge the cases in each framework, one framework at a time; stops drawing when the time is up."""
     started = time.monotonic()
+    known = Corpus(Path("corpus")).known()
     report: dict[str, Any] = {"device": device, "adapters": {}}
     for place, name in enumerate(names, 1):
         until = started + seconds * place / len(names)
@@ -74,7 +76,7 @@ def check(device: Device, names: tuple[str, ...], seconds: float = float("inf"))
                 drawn = (c for c in cases(device) if offers(name, c.how) and time.monotonic() < until)
                 rows: dict[str, dict[str, Any]] = {}
                 for answer in workers.run(drawn):
-                    _count(rows, answer.case, answer.outcome.cpu_s, judge(answer))
+                    _count(rows, answer.case, answer.outcome.cpu_s, judge(answer), known)
         except WorkerError as e:
             report["adapters"][name] = {"runs": False, "why": str(e)}
             continue
@@ -88,17 +90,21 @@ def check(device: Device, names: tuple[str, ...], seconds: float = float("inf"))
     return report
 
 
-def _count(rows: dict[str, dict[str, Any]], case: Case, cpu_s: float, judgement: Any) -> None:
+def _count(
+    rows: dict[str, dict[str, Any]], case: Case, cpu_s: float, judgement: Judgement, known: Collection[str]
+) -> None:
     row = rows.setdefault(
         f"{case.dtype} {case.how.label()}".strip(),
-        {"cases": 0, "verdicts": {}, "worst_error_over_bar": 0.0, "framework_cpu_s": 0.0, "faults": []},
+        {"cases": 0, "verdicts": {}, "worst_error_over_bar": 0.0, "framework_cpu_s": 0.0, "known": 0, "faults": []},
     )
     row["cases"] += 1
     row["framework_cpu_s"] += cpu_s
     row["verdicts"] = dict(Counter(row["verdicts"]) + Counter([judgement.verdict]))
     if judgement.report is not None and judgement.verdict == "ok":
         row["worst_error_over_bar"] = max(row["worst_error_over_bar"], judgement.report.worst_ratio)
-    row["faults"] += [f"{case.block.kind}: {f.sentence}" for f in judgement.faults]
+    new = [f for f in judgement.faults if str(f.signature) not in known]
+    row["known"] += len(judgement.faults) - len(new)
+    row["faults"] += [f"{case.block.kind}: {f.signature}: {f.sentence}" for f in new]
 
 
 def main(
@@ -118,6 +124,8 @@ def main(
             verdicts = ", ".join(f"{n} {v}" for v, n in counts["verdicts"].items())
             worst = counts["worst_error_over_bar"]
             print(f"{name:12}{condition:48}{counts['cases']:4} cases: {verdicts}; worst error/bar {worst:.3f}")
+            for fault in counts["faults"]:
+                print(f"    {fault}")
     ran = [row for row in report["adapters"].values() if row["runs"]]
     faulty = any(counts["faults"] for row in ran for counts in row["conditions"].values())
     raise typer.Exit(2 if len(ran) < len(report["adapters"]) else int(faulty))

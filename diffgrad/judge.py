@@ -113,7 +113,7 @@ def signature_of(adapter: str, case: Case, fault: Quantity) -> Signature:
 def _exception(reason: str) -> str:
     """An exception's type and the first words of its message; names, sizes and numbers vary from case to case."""
     kind, _, message = reason.partition(":")
-    words = re.findall(r"[A-Za-z]+", message.splitlines()[0] if message else "")
+    words = re.findall(r"[A-Za-z]{2,}", message.splitlines()[0] if message else "")
     return " ".join([kind, "-".join(words[:_WORDS]).lower()]).strip()
 
 

@@ -61,8 +61,9 @@ def test_link_by_link_on_a_perfect_run_is_the_end_to_end_walk_with_tighter_bars(
     for part in ("acts", "cots", "grads"):
         for name, b in getattr(linked, part).items():
             end_to_end = getattr(whole, part)[name]
-            assert (b.val == end_to_end.val).all()
-            assert (b.err <= end_to_end.err).all()
+            # A recorded array may lie otherwise in memory, and be summed in another order then.
+            assert (np.abs(b.val - end_to_end.val) <= end_to_end.err).all()
+            assert (b.err <= end_to_end.err * (1.0 + P64.u)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
