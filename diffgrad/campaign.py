@@ -22,7 +22,7 @@ from diffgrad.corpus import Corpus, Entry
 from diffgrad.how import Device, How
 from diffgrad.journal import Journal, forget, recover
 from diffgrad.judge import Fault, Judgement, judge, signature_of
-from diffgrad.reduce import explicit, fewer, single_op
+from diffgrad.reduce import MOST_EXPLICIT, explicit, fewer, single_op
 from diffgrad.strategies import Batch, batches, sample
 from diffgrad.strategies.cases import DTYPES, hows, quiet_settings
 from diffgrad.witness import witnesses
@@ -36,8 +36,6 @@ _KINDS = 7
 """Blocks that a round draws from."""
 _MOST_DOUBTS = 5
 """How often a fault that goes away with the default compile options is shrunk and tried again."""
-_MOST_REDUCED = 4096
-"""Numbers of a case that is shrunk number by number."""
 BINS = 4
 """Bins of error/bar in a decade."""
 _RATIOS = (-8.0, 4.0)
@@ -384,7 +382,7 @@ class Campaign:
             if alone is None or not fails(alone):
                 return
         written_out = explicit(alone.block, alone.tensors(), alone)
-        if sum(v.size for v in alone.tensors().values()) <= _MOST_REDUCED and fails(written_out):
+        if sum(v.size for v in alone.tensors().values()) <= MOST_EXPLICIT and fails(written_out):
             fewer(written_out, fails)
 
     def _judge(self, answer: Answer) -> Judgement:

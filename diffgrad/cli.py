@@ -20,6 +20,7 @@ from diffgrad.campaign import Campaign, summary
 from diffgrad.certify import certify as certify_all
 from diffgrad.commands.bisect import bisect
 from diffgrad.commands.report import report
+from diffgrad.commands.repro import repro
 from diffgrad.commands.triage import triage
 from diffgrad.corpus import Corpus, CorpusError
 from diffgrad.errors import UsageError
@@ -243,7 +244,7 @@ def mutants(
         raise typer.Exit(1)
 
 
-for command in (triage, bisect, report):
+for command in (triage, repro, bisect, report):
     app.command()(_one_sentence(command))
 
 

@@ -62,6 +62,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         sentence: the blamed link, element, got, expected, error and bar.
         explanation: one line for people.
         upstream: reference to the framework's own issue, where known.
+        cpu: a flag of the processor without which the fault does not show, such as ``avx512_bf16``; empty for none.
         date: when it was saved, as YYYY-MM-DD.
         original: the case before it was shrunk to a single op, where it was.
         witnesses: what others gave for the same case (other frameworks, float64, other modes, NumPy): name -> verdict.
@@ -75,6 +76,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     versions: dict[str, str]
     explanation: str = ""
     upstream: str = ""
+    cpu: str = ""
     date: str = ""
     original: Case | None = None
     witnesses: dict[str, str] = {}
@@ -101,7 +103,7 @@ def entry_to_json(entry: Entry) -> bytes:
     raw["case"] = msgspec.json.decode(entry.case.to_json())
     if entry.original is not None:
         raw["original"] = msgspec.json.decode(entry.original.to_json())
-    for field in ("date", "original", "witnesses", "history"):
+    for field in ("cpu", "date", "original", "witnesses", "history"):
         if not raw[field]:
             del raw[field]  # most entries have none
     head = {"schema": raw.pop("schema"), "id": entry.id}

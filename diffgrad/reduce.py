@@ -50,8 +50,11 @@ Array = NDArray[Any]
 Fails = Callable[[Case], bool]
 """Whether a case shows the fault that is being shrunk."""
 
-_MOST_EXPLICIT = 4096
-"""Elements from which a case's tensors are not written out one by one."""
+MOST_EXPLICIT = 20_000
+"""Elements beyond which a case's tensors are not written out one by one."""
+
+_GROUPS = 256
+"""Parts of a tensor that are simplified on their own, at the most."""
 
 
 def explicit(spec: Spec, tensors: Mapping[str, Array], like: Case) -> Case:
@@ -82,7 +85,7 @@ def single_op(case: Case, trace: Trace, site: str) -> Case | None:
         return None
     spec, tensors = built
     finite = all(np.isfinite(v).all() for v in tensors.values())
-    if not finite or sum(v.size for v in tensors.values()) > _MOST_EXPLICIT:
+    if not finite or sum(v.size for v in tensors.values()) > MOST_EXPLICIT:
         return None
     try:
         spec.check()
@@ -221,13 +224,16 @@ def _simpler(case: Case, fails: Fails) -> Case:
     """Blank the elements that do not matter, in ever smaller groups; round the others to few digits."""
     for name in case.tensors():
         size = case.tensors()[name].size
+        for same in (np.zeros_like, np.ones_like):
+            case = _try(case, name, slice(0, size), same, fails)
         group = size
-        while group >= 1:
+        while group >= max(1, size // _GROUPS):
             for start in range(0, size, group):
-                case = _try(case, name, slice(start, start + group), lambda v: np.zeros_like(v), fails)
+                case = _try(case, name, slice(start, start + group), np.zeros_like, fails)
             group //= 2
     for name in case.tensors():
-        for i in range(case.tensors()[name].size):
+        flat = case.tensors()[name].reshape(-1)
+        for i in range(flat.size if (flat != flat[:1]).sum() <= _GROUPS else 0):
             for simplify in _SIMPLER:
                 case = _try(case, name, slice(i, i + 1), simplify, fails)
     return case

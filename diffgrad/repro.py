@@ -107,6 +107,14 @@ FORWARDS: dict[str, dict[str, Callable[[Any], str]]] = {
 }
 
 
+OTHERS: dict[tuple[str, str, str], str] = {
+    ("jax", "op_ln", "fused"): f"jax.nn.standardize(x, -1, epsilon={EPS}) * g + bt",
+    ("jax", "op_bn", "fused"): f"jax.nn.standardize(x, (0, 1, 2), epsilon={EPS}) * g + bt",
+    ("tensorflow", "op_bn", "fused"): f"tf.compat.v1.nn.fused_batch_norm(x, g, bt, epsilon={EPS}, is_training=True)[0]",
+}
+"""(framework, block, ``How.norm``) -> the call, for realizations that are one."""
+
+
 def _torch_conv(s: Any) -> str:
     bias = "b" if s.bias else "None"
     groups = f", groups={s.ic}" if s.depthwise else ""
@@ -238,13 +246,17 @@ def script(entry: Entry, quantity: Quantity) -> str:
         raise ReproError(
             f"{entry.id}: {spec.kind} has no standalone form in {name}, only single ops have; `diffgrad replay` runs it"
         )
-    beyond = sorted(set(case.how.unusual()) - {"mode", "layout", "x", "dy", "params"})
+    other = OTHERS.get((name, spec.kind, case.how.norm))
+    beyond = sorted(set(case.how.unusual()) - {"mode", "layout", "x", "dy", "params"} - ({"norm"} if other else set()))
     if (name, mode) not in BACKWARDS or beyond or (case.how.layout and name != "torch"):
         what = f"mode {mode}" if (name, mode) not in BACKWARDS else ", ".join(beyond or ["layout"])
         raise ReproError(f"{entry.id}: it takes {what}, which a script does not show; `diffgrad replay` runs it")
     tensors = case.tensors() if name == "torch" else to_nhwc(spec, case.tensors())
     leaves = spec.differentiated()
+    if quantity.defect:
+        raise ReproError(f"{entry.id}: {quantity.sentence()}; that is no number to compare, `diffgrad replay` shows it")
     fault = _fault(name, case, quantity)
+    call = other or FORWARDS[name][spec.kind](spec)
     lines = [
         f'"""{entry.signature}: {quantity.sentence()}."""',
         "",
@@ -252,7 +264,7 @@ def script(entry: Entry, quantity: Quantity) -> str:
         "",
         "import numpy as np",
         _IMPORTS[name],
-        *(["import keras"] if "keras." in FORWARDS[name][spec.kind](spec) else []),
+        *(["import keras"] if "keras." in call else []),
         "",
         *_data(name, case, tensors),
         f"leaves = ({', '.join(leaves)},)",
@@ -260,7 +272,7 @@ def script(entry: Entry, quantity: Quantity) -> str:
         "",
         "",
         f"def forward({', '.join(leaves)}):",
-        f"    return {FORWARDS[name][spec.kind](spec)}",
+        f"    return {call}",
         "",
         "",
         BACKWARDS[name, mode],
@@ -293,12 +305,18 @@ def _data(name: str, case: Case, tensors: dict[str, Array]) -> list[str]:
     return lines
 
 
+_LONG = 256
+"""Numbers that a script may spell out."""
+
+
 def _literal(v: Array) -> str:
     """An array as the shortest expression: a constant, or its numbers."""
     values = np.asarray(v, np.float64)
     flat = values.reshape(-1)
     if values.ndim and flat.size > 4 and (flat == flat[0]).all():
         return f"np.full({values.shape}, {float(flat[0])!r})"
+    if flat.size > _LONG:
+        raise ReproError(f"a tensor of {flat.size} different numbers is no screenful; `diffgrad replay` runs the case")
     if flat.size > 16:
         some = np.flatnonzero(flat)
         if len(some) <= flat.size // 4:
