@@ -20,7 +20,7 @@ from diffgrad.case import Case
 from diffgrad.chains import chain_of
 from diffgrad.corpus import Corpus, Entry
 from diffgrad.how import Device, How
-from diffgrad.journal import Journal, forget, recover
+from diffgrad.journal import Journal, forget, ownerless, recover
 from diffgrad.judge import Fault, Judgement, judge, signature_of
 from diffgrad.reduce import MOST_EXPLICIT, explicit, fewer, single_op
 from diffgrad.strategies import Batch, batches, sample
@@ -194,20 +194,22 @@ class Campaign:
 
     def _recover(self) -> None:
         """First of all, run what campaigns that were killed had begun."""
+        gone = ownerless(self._corpus.folder)  # a campaign that is killed from here on is left to the next one
         for adapter, case in recover(self._corpus.folder):
-            if adapter not in self._adapters or not offers(adapter, case.how):
-                continue
             self._journal.begin(adapter, case)
+            if adapter not in self._adapters or not offers(adapter, case.how):
+                continue  # it stays pending
             self.tally.recovered += 1
             for answer in self._runner.run([case], [adapter]):
                 self.tally.cases += 1
-                faults = [f for f in self._judge(answer).faults if not self._is_known(f)]
-                for fault in faults[:1]:
+                for fault in self._judge(answer).faults:
+                    if self._is_known(fault):
+                        continue  # found on the way, or before
                     hunt = _Hunt(adapter, fault, None, case)
                     self._plainer(hunt)
                     self._settle_if_new(hunt)
                 self._journal.done(adapter, answer.case)
-        forget(self._corpus.folder)
+        forget(gone)
 
     def _settle_if_new(self, hunt: _Hunt) -> None:
         if self._is_known(hunt.fault):
@@ -218,7 +220,8 @@ class Campaign:
     def _round(self, strategy: st.SearchStrategy[Batch], key: int, examples: int) -> None:
         """Draw some batches, run them everywhere, then shrink whatever is new."""
         drawn = sample(strategy, examples, key)
-        for hunt in self._explore(drawn):
+        hunts = self._explore(drawn)
+        for i, hunt in enumerate(hunts):
             asked = str(hunt.fault.signature)
             self._plainer(hunt)
             if hunt.origin is not None and not self._is_known(hunt.fault):
@@ -227,7 +230,9 @@ class Campaign:
             if str(hunt.fault.signature) != asked:
                 self._aliases[asked] = str(hunt.fault.signature)
             self._settle_if_new(hunt)
-            self._journal.done(hunt.adapter, hunt.begun_with)
+            # The case may have faults that are still to be hunted.
+            if not any((h.adapter, h.begun_with) == (hunt.adapter, hunt.begun_with) for h in hunts[i + 1 :]):
+                self._journal.done(hunt.adapter, hunt.begun_with)
 
     def _is_known(self, fault: Fault) -> bool:
         return str(fault.signature) in self._known
@@ -349,7 +354,7 @@ class Campaign:
             versions=self._runner.about()[hunt.adapter].versions,
             date=datetime.now(UTC).date().isoformat(),
             original=original if original != hunt.case else None,
-            witnesses=witnesses(self._runner, hunt.case, hunt.adapter),
+            witnesses=witnesses(self._runner, hunt.case, hunt.fault.signature),
         )
         self._corpus.save(entry)
         self._corpus.write_index()

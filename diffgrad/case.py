@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from typing import Any, Literal, TypeVar
 
 import ml_dtypes
@@ -41,8 +42,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     how: How = PLAIN
 
     def __post_init__(self) -> None:
+        # Only the very object that is the default is left out of the JSON, so equal ones have to be that object.
+        msgspec.structs.force_setattr(self, "dtype", sys.intern(self.dtype))
         if self.how == PLAIN:
-            # Only the very object that is the default is left out of the JSON.
             msgspec.structs.force_setattr(self, "how", PLAIN)
 
     def __hash__(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,25 +43,31 @@ class Journal:
     def __init__(self, corpus: Path) -> None:
         folder = corpus / FOLDER
         self.path = folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
+        self._pending: set[tuple[str, str]] = set()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            new = self.path.with_suffix(".new")
+            self._file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             fcntl.flock(self._file, fcntl.LOCK_EX)
+            new.rename(self.path)  # by its name it is never seen without its lock
         except OSError as e:
             raise CorpusError(f"{self.path}: cases could not be recorded there ({e.strerror})") from None
 
     def begin(self, adapter: str, case: Case) -> None:
         """The case is about to run in a framework."""
+        self._pending.add((adapter, case.id))
         self._write({"begin": adapter, "id": case.id, "case": msgspec.Raw(case.to_json())})
 
     def done(self, adapter: str, case: Case) -> None:
         """Its answer was judged, and what it showed is known or saved."""
         self._write({"done": adapter, "id": case.id})
+        self._pending.discard((adapter, case.id))
 
     def close(self) -> None:
-        """A campaign that ends in good order leaves nothing behind."""
+        """A campaign that ends in good order leaves nothing behind but what is pending still."""
+        if not self._pending:
+            self.path.unlink(missing_ok=True)
         os.close(self._file)
-        self.path.unlink(missing_ok=True)
 
     def abandon(self) -> None:
         """A campaign that fails leaves what is pending to the next one."""
@@ -78,14 +85,19 @@ class Journal:
             ) from None
 
 
+def ownerless(corpus: Path) -> list[Path]:
+    """The journals of campaigns that were killed."""
+    return [path for path in sorted((corpus / FOLDER).glob("*.jsonl")) if not _owned(path)]
+
+
 def recover(corpus: Path) -> list[Pending]:
     """What campaigns that were killed left pending. Their journals are kept until ``forget``.
 
     Lines that are torn or that this version cannot read are passed over: their case never began.
     """
     pending: dict[tuple[str, str], Pending] = {}
-    for path in _ownerless(corpus):
-        for line in path.read_bytes().splitlines():
+    for path in ownerless(corpus):
+        for line in _lines(path):
             try:
                 event = msgspec.json.decode(line)
                 if "begin" in event:
@@ -97,14 +109,17 @@ def recover(corpus: Path) -> list[Pending]:
     return list(pending.values())
 
 
-def forget(corpus: Path) -> None:
-    """Remove the journals of campaigns that were killed: what they left has been run, or is in a new journal."""
-    for path in _ownerless(corpus):
+def forget(journals: Iterable[Path]) -> None:
+    """Remove journals: what they left pending has been run, or is in a new one."""
+    for path in journals:
         path.unlink(missing_ok=True)
 
 
-def _ownerless(corpus: Path) -> list[Path]:
-    return [path for path in sorted((corpus / FOLDER).glob("*.jsonl")) if not _owned(path)]
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []  # another campaign has just run what it says
 
 
 def _owned(path: Path) -> bool:

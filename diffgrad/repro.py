@@ -17,6 +17,7 @@ from diffgrad.adapters.registry import mode_of
 from diffgrad.case import Case
 from diffgrad.check import Quantity
 from diffgrad.corpus import Entry
+from diffgrad.reduce import shortest
 from diffgrad.specs import EPS, Spec
 
 Array = NDArray[Any]
@@ -116,17 +117,23 @@ OTHERS: dict[tuple[str, str, str], str] = {
 
 
 def _torch_conv(s: Any) -> str:
-    bias = "b" if s.bias else "None"
+    x, padding = "x", repr((s.k - 1) // 2 if s.padding == "symmetric" else 0)
+    if s.padding == "xla_same" and s.stride == 1:
+        padding = '"same"'
+    elif s.padding in ("explicit", "xla_same"):
+        top, bottom, left, right = s.pads if s.padding == "explicit" else _same(s)
+        if top == bottom >= 0 and left == right >= 0:
+            padding = repr((top, left))
+        else:
+            x = f"F.pad(x, {(left, right, top, bottom)})"
     groups = f", groups={s.ic}" if s.depthwise else ""
-    if s.padding == "explicit":
-        top, bottom, left, right = s.pads
-        return f"F.conv2d(F.pad(x, {(left, right, top, bottom)}), W, {bias}, stride={s.stride}{groups})"
-    if s.padding == "xla_same":
-        totals = [max((-(-size // s.stride) - 1) * s.stride + s.k - size, 0) for size in (s.w, s.h)]
-        pads = tuple(p for t in totals for p in (t // 2, t - t // 2))
-        return f"F.conv2d(F.pad(x, {pads}), W, {bias}, stride={s.stride}{groups})"
-    padding = (s.k - 1) // 2 if s.padding == "symmetric" else 0
-    return f"F.conv2d(x, W, {bias}, stride={s.stride}, padding={padding}{groups})"
+    return f"F.conv2d({x}, W, {'b' if s.bias else None}, stride={s.stride}, padding={padding}{groups})"
+
+
+def _same(s: Any) -> tuple[int, int, int, int]:
+    """XLA's SAME as (top, bottom, left, right)."""
+    rows, cols = (max((-(-size // s.stride) - 1) * s.stride + s.k - size, 0) for size in (s.h, s.w))
+    return rows // 2, rows - rows // 2, cols // 2, cols - cols // 2
 
 
 def _torch_sdpa(s: Any) -> str:
@@ -157,11 +164,16 @@ def _tf_conv(s: Any) -> str:
     padding = {"xla_same": '"SAME"', "valid": '"VALID"'}.get(
         s.padding, f"[[0, 0], [{top}, {bottom}], [{left}, {right}], [0, 0]]"
     )
+    x = "x"
+    if min(s.pads) < 0:  # TensorFlow's paddings do not crop
+        added = ", ".join(f"[{max(low, 0)}, {max(high, 0)}]" for low, high in (s.pads[:2], s.pads[2:]))
+        rows, cols = (f"{max(-low, 0)}:{min(high, 0) or ''}" for low, high in (s.pads[:2], s.pads[2:]))
+        x, padding = f"tf.pad(x, [[0, 0], {added}, [0, 0]])[:, {rows}, {cols}]", '"VALID"'
     if s.depthwise:
         strides = (1, s.stride, s.stride, 1)
-        call = f"tf.nn.depthwise_conv2d(x, tf.transpose(W, (0, 1, 3, 2)), {strides}, {padding})"
+        call = f"tf.nn.depthwise_conv2d({x}, tf.transpose(W, (0, 1, 3, 2)), {strides}, {padding})"
     else:
-        call = f"tf.nn.conv2d(x, W, {s.stride}, {padding})"
+        call = f"tf.nn.conv2d({x}, W, {s.stride}, {padding})"
     return f"tf.nn.bias_add({call}, b)" if s.bias else call
 
 
@@ -173,6 +185,7 @@ _JAX = """\
 def step(dy, *leaves):
     y, pull = {vjp}
     return y, pull(dy)
+
 y, grads = {call}(dy, *leaves)"""
 _TF = """\
 {decorator}def step(dy, *leaves):
@@ -180,6 +193,7 @@ _TF = """\
         tape.watch(leaves)
         y = {call}(*leaves)
     return y, tape.gradient(y, leaves, output_gradients=dy)
+
 y, grads = step(dy, *leaves)"""
 
 BACKWARDS: dict[tuple[str, str], str] = {
@@ -196,7 +210,7 @@ BACKWARDS: dict[tuple[str, str], str] = {
     ("jax", "linearize"): (
         "def step(dy, *leaves):\n"
         "    y, push = jax.linearize(forward, *leaves)\n"
-        "    return y, jax.linear_transpose(push, *leaves)(dy)\n"
+        "    return y, jax.linear_transpose(push, *leaves)(dy)\n\n"
         "y, grads = jax.jit(step)(dy, *leaves)"
     ),
     ("tensorflow", "eager"): _TF.format(decorator="", call="forward"),
@@ -214,9 +228,9 @@ _VERSIONS = {"torch": "torch.__version__", "jax": "jax.__version__", "tensorflow
 _TENSORS = {"torch": "torch.tensor({})", "jax": "jnp.array({})", "tensorflow": "tf.constant({})"}
 _DTYPES = {"torch": "torch.{}", "jax": "jnp.{}", "tensorflow": "tf.{}"}
 _TO_NUMPY = {
-    "torch": "v.detach().double().numpy()",
-    "jax": "np.asarray(v, np.float64)",
-    "tensorflow": "tf.cast(v, tf.float64).numpy()",
+    "torch": "{}.detach().double().numpy()",
+    "jax": "np.asarray({}, np.float64)",
+    "tensorflow": "tf.cast({}, tf.float64).numpy()",
 }
 
 # What a tensor is a view of, in torch, where strides are real; elsewhere a view is only another way to write a value.
@@ -240,50 +254,67 @@ def script(entry: Entry, quantity: Quantity) -> str:
         ReproError: the finding is not a single op's, or takes conditions that a script cannot show.
     """
     name, case = entry.signature.adapter, entry.case
-    spec = case.block
-    mode = mode_of(name, case.how)
+    spec, mode = case.block, mode_of(name, case.how)
     if spec.kind not in FORWARDS.get(name, {}):
         raise ReproError(
             f"{entry.id}: {spec.kind} has no standalone form in {name}, only single ops have; `diffgrad replay` runs it"
         )
-    other = OTHERS.get((name, spec.kind, case.how.norm))
-    beyond = sorted(set(case.how.unusual()) - {"mode", "layout", "x", "dy", "params"} - ({"norm"} if other else set()))
-    if (name, mode) not in BACKWARDS or beyond or (case.how.layout and name != "torch"):
-        what = f"mode {mode}" if (name, mode) not in BACKWARDS else ", ".join(beyond or ["layout"])
-        raise ReproError(f"{entry.id}: it takes {what}, which a script does not show; `diffgrad replay` runs it")
+    _refuse(entry, quantity)
     tensors = case.tensors() if name == "torch" else to_nhwc(spec, case.tensors())
     leaves = spec.differentiated()
-    if quantity.defect:
-        raise ReproError(f"{entry.id}: {quantity.sentence()}; that is no number to compare, `diffgrad replay` shows it")
     fault = _fault(name, case, quantity)
-    call = other or FORWARDS[name][spec.kind](spec)
+    call = OTHERS.get((name, spec.kind, case.how.norm)) or FORWARDS[name][spec.kind](spec)
+    array = "y" if fault.array == "out" else f"grads[{leaves.index(fault.array)}]"
+    tupled = f"({', '.join(leaves)}{',' * (len(leaves) == 1)})"
     lines = [
-        f'"""{entry.signature}: {quantity.sentence()}."""',
+        f'"""{entry.signature}',
+        *([_PERTURB] if quantity.bar == 0.0 and np.isfinite(quantity.got) else []),
+        f'{quantity.sentence()}."""',
         "",
         "import sys",
         "",
         "import numpy as np",
         _IMPORTS[name],
         *(["import keras"] if "keras." in call else []),
+        *([f"\ntorch.set_num_threads({case.how.threads})"] if name == "torch" else []),
         "",
         *_data(name, case, tensors),
-        f"leaves = ({', '.join(leaves)},)",
-        *([f"for leaf in leaves:{chr(10)}    leaf.requires_grad_()"] if name == "torch" else []),
-        "",
+        f"leaves = tuple(v.requires_grad_() for v in {tupled})" if name == "torch" else f"leaves = {tupled}",
         "",
         f"def forward({', '.join(leaves)}):",
         f"    return {call}",
         "",
-        "",
         BACKWARDS[name, mode],
-        f"v = {'y' if fault.array == 'out' else f'grads[{leaves.index(fault.array)}]'}",
-        f"got = float(({_TO_NUMPY[name]})[{', '.join(map(str, fault.at)) or '()'}])",
-        f"expected, bar = {fault.expected!r}, {fault.bar!r}",
+        f"got = float({_TO_NUMPY[name].format(array)}[{', '.join(map(str, fault.at)) or '()'}])",
+        f"expected, bar = {_number(fault.expected)}, {_number(fault.bar)}  # in float64; what rounding may add up to",
         f'print("{name}", {_VERSIONS[name]}, "numpy", np.__version__)',
         f'print(f"{fault.note}: got {{got!r}}, expected {{expected!r}}, bar {{bar!r}}")',
         "sys.exit(0 if abs(got - expected) <= bar else 1)",
     ]
     return "\n".join(lines) + "\n"
+
+
+_PERTURB = "Run it with MALLOC_PERTURB_=165 in the environment, so that a read of uninitialised memory shows."
+
+
+def _refuse(entry: Entry, quantity: Quantity) -> None:
+    """Raise ReproError if a script cannot show the finding under its conditions."""
+    name, case = entry.signature.adapter, entry.case
+    mode, shown = mode_of(name, case.how), {"mode", "bare"}  # a script observes nothing in between
+    if name == "torch":
+        shown |= {"layout", "x", "dy", "params", "threads"}
+    if (name, case.block.kind, case.how.norm) in OTHERS:
+        shown.add("norm")
+    beyond = sorted(set(case.how.unusual()) - shown)
+    if getattr(case.block, "core", "fused") != "fused":
+        beyond.append("a core of its own")
+    if (name, mode) not in BACKWARDS:
+        beyond.insert(0, f"mode {mode}")
+    if beyond:
+        takes = ", ".join(beyond)
+        raise ReproError(f"{entry.id}: it takes {takes}, which a script does not show; `diffgrad replay` runs it")
+    if quantity.defect:
+        raise ReproError(f"{entry.id}: {quantity.sentence()}; that is no number to compare, `diffgrad replay` shows it")
 
 
 def _data(name: str, case: Case, tensors: dict[str, Array]) -> list[str]:
@@ -311,19 +342,21 @@ _LONG = 256
 
 def _literal(v: Array) -> str:
     """An array as the shortest expression: a constant, or its numbers."""
-    values = np.asarray(v, np.float64)
+    values = np.array([shortest(x) for x in v.reshape(-1)]).reshape(v.shape)
     flat = values.reshape(-1)
     if values.ndim and flat.size > 4 and (flat == flat[0]).all():
         return f"np.full({values.shape}, {float(flat[0])!r})"
+    some = np.flatnonzero((flat != 0.0) | np.signbit(flat))
+    if flat.size > 16 and len(some) <= flat.size // 4 and len(some) <= _LONG and flat[some].all():
+        places, numbers = some.tolist(), flat[some].tolist()
+        return f"np.bincount({places}, {numbers}, {flat.size}).reshape{values.shape}"
     if flat.size > _LONG:
         raise ReproError(f"a tensor of {flat.size} different numbers is no screenful; `diffgrad replay` runs the case")
-    if flat.size > 16:
-        some = np.flatnonzero(flat)
-        if len(some) <= flat.size // 4:
-            places = [int(i) for i in some]
-            numbers = [float(flat[i]) for i in some]
-            return f"np.bincount({places}, {numbers}, {flat.size}).reshape{values.shape}"
     return repr(values.tolist())
+
+
+def _number(x: float) -> str:
+    return repr(x) if np.isfinite(x) else f"np.{x}"
 
 
 def _fault(name: str, case: Case, q: Quantity) -> Fault:

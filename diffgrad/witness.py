@@ -13,26 +13,27 @@ from msgspec.structs import replace
 
 from diffgrad.adapters.registry import OFFERS, load, mode_of, offers
 from diffgrad.case import Case, Dtype
+from diffgrad.corpus import Signature
 from diffgrad.how import How
 from diffgrad.judge import judge
 from diffgrad.specs import CaseError
 from diffgrad.worker import Answer, Runner
 
 
-def witnesses(runner: Runner, case: Case, adapter: str) -> dict[str, str]:
-    """Name of the witness -> its verdict, and the first fault if it has one.
+def witnesses(runner: Runner, case: Case, found: Signature) -> dict[str, str]:
+    """Name of the witness -> its verdict, and the same fault if it has it, or else its first one.
 
     Args:
         runner: the frameworks that are at hand.
         case: the case.
-        adapter: the framework at fault, which is not a witness under the case's own conditions.
+        found: the fault; its framework is not a witness under the case's own conditions.
     """
     out: dict[str, str] = {}
-    for name, other, variant in _asked(runner, case, adapter):
+    for name, other, variant in _asked(runner, case, found.adapter):
         for answer in runner.run([variant], [other], quick=False):
-            out[name] = _said(answer)
+            out[name] = _said(answer, found)
     plain = replace(case, how=How())
-    out[f"numpy {case.dtype}"] = _said(Answer("numpy", plain, load("numpy").run(plain)))
+    out[f"numpy {case.dtype}"] = _said(Answer("numpy", plain, load("numpy").run(plain)), found)
     return out
 
 
@@ -56,6 +57,8 @@ def _asked(runner: Runner, case: Case, adapter: str) -> Iterator[tuple[str, str,
             yield f"{adapter} {dtype}", adapter, variant
 
 
-def _said(answer: Answer) -> str:
+def _said(answer: Answer, found: Signature) -> str:
     judgement = judge(answer)
-    return judgement.verdict if not judgement.faults else judgement.sentence
+    same = (f for f in judgement.faults if (f.signature.link, f.signature.condition) == (found.link, found.condition))
+    fault = next(iter((*same, *judgement.faults)), None)
+    return fault.sentence if fault is not None else judgement.verdict

@@ -75,13 +75,14 @@ def test_a_planted_fault_is_found_and_shrunk_to_what_it_needs(name: str, runner:
     tally, corpus = campaign(runner(planted(name)), tmp_path, dtypes=["float32"])
     assert list(corpus.entries()) == sorted(tally.new, key=lambda e: e.id)
     found = tally.new[0]  # the others are its echoes
-    spec, least = found.case.block, SMALLEST[name]
+    block = found.original or found.case
+    spec, least = block.block, SMALLEST[name]
     assert isinstance(spec, UibSpec)
     assert (spec.pre_k, spec.post_k, spec.expand) == (least.pre_k, least.post_k, 1)
     assert (spec.drop is None) == (least.drop is None)
     assert spec.n <= least.n
     assert spec.n * spec.c * spec.h * spec.w <= 4
-    assert (found.case.dtype, found.case.values.seed, found.case.overrides) == ("float32", 0, {})
+    assert (block.dtype, block.values.seed, block.overrides) == ("float32", 0, {})
 
 
 OTHERS = {m.blocks[0]: m.name for m in MUTANTS if len(m.blocks) == 1 and m.blocks != ("uib",)}
@@ -93,9 +94,59 @@ def test_a_fault_in_any_block_is_shrunk_to_few_numbers(kind: str, runner: Make, 
     tally, _ = campaign(runner(planted(OTHERS[kind])), tmp_path, blocks=[kind], dtypes=["float32"])
     assert tally.new
     for found in tally.new:
-        assert found.case.block.kind == kind
+        assert (found.original or found.case).block.kind == kind
         # Two encoder blocks whose tokens are 2 wide, as a layer norm needs, are 82.
         assert sum(v.size for v in found.case.tensors().values()) <= 82
+
+
+OF_ONE_OP = {
+    # planted fault: the block it is in, the op that its case ends as, and the most numbers that are not 0
+    "part_per_thousand": ("uib", "op_bn", 6),
+    "frozen_statistics": ("uib", "op_bn", 6),
+    "batch_mean": ("uib", "op_conv", 6),
+    "vit_tokens_frozen": ("vit", "op_ln", 6),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_OP)
+def test_an_op_s_fault_ends_as_a_case_of_that_op_on_a_handful_of_numbers(
+    name: str, runner: Make, tmp_path: Path
+) -> None:
+    block, op, most = OF_ONE_OP[name]
+    tally, corpus = campaign(runner(planted(name)), tmp_path, blocks=[block])
+    assert tally.new
+    for found in corpus.entries():
+        assert found.case.block.kind == op
+        assert found.original is not None
+        assert found.original.block.kind == block
+        assert sum((v != 0).sum() for v in found.case.tensors().values()) <= most
+        again = next(iter(replay([found], runner(planted(name)))))
+        assert again.as_expected
+        assert found.witnesses["numpy float32"] == "ok"  # the healthy one
+        assert found.date
+
+
+def test_a_wiring_fault_stays_a_block_s(runner: Make, tmp_path: Path) -> None:
+    tally, _ = campaign(runner(planted("fan_in_doubled")), tmp_path)
+    (found,) = tally.new
+    assert (found.case.block.kind, found.original) == ("uib", None)
+
+
+def test_a_fault_that_comes_and_goes_is_unstable_and_says_how_often(runner: Make, tmp_path: Path) -> None:
+    class Moody(NumpyAdapter):
+        runs = 0
+
+        def add(self, a: Var, b: Var) -> Var:
+            type(self).runs += 1
+            wrong = 1 + self.runs % 3 % 2  # every third time
+            return Var(a.value + b.value, (a, b), lambda dy: (dy, wrong * dy))
+
+    tally, corpus = campaign(runner(lambda _, quick: Moody()), tmp_path)
+    (found,) = corpus.entries()
+    assert str(found.signature) == "numpy/eager/float32/copy+add/unstable/cotangent"
+    assert "of 3 runs: wrong at copy@xb+add@out" in found.sentence
+    assert "of 3 runs: ok" in found.sentence
+    assert set(tally.known) <= {str(found.signature)}
 
 
 def test_a_finding_is_saved_whole(runner: Make, tmp_path: Path) -> None:
@@ -159,7 +210,7 @@ def test_an_exception_is_a_finding_of_its_own(runner: Make, tmp_path: Path) -> N
 
     tally, _ = campaign(runner(lambda _, quick: Raises()), tmp_path)
     (found,) = tally.new
-    assert str(found.signature).endswith("/run/error/NotImplementedError")
+    assert str(found.signature).endswith("/run/error/NotImplementedError no-kernel-for-this-width")
     assert found.sentence == "error: NotImplementedError: no kernel for this width"
     assert isinstance(found.case.block, UibSpec)
     assert (found.case.block.n, found.case.block.h, found.case.block.w, found.case.block.c) == (1, 1, 3, 1)

@@ -70,6 +70,11 @@ def test_forward_mode_takes_no_step() -> None:
         case_from_object(BASE | {"lr": 0.1, "how": {"mode": "jvp"}})
 
 
+def test_a_dtype_that_was_typed_gives_the_same_id_as_the_default() -> None:
+    typed = "".join(["float", "32"])
+    assert msgspec.structs.replace(SMALLEST, dtype=typed).id == SMALLEST.id
+
+
 def test_plain_conditions_leave_no_trace_in_the_file() -> None:
     assert b"how" not in case_from_object(BASE).to_json()
     assert case_from_object(BASE | {"how": {}}).id == case_from_object(BASE).id
