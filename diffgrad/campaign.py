@@ -224,7 +224,7 @@ class Campaign:
         for i, hunt in enumerate(hunts):
             asked = str(hunt.fault.signature)
             self._plainer(hunt)
-            if hunt.origin is not None and not self._is_known(hunt.fault):
+            if hunt.origin is not None and not self._is_known(hunt.fault) and self._is_its_own(hunt):
                 self._shrink(hunt, strategy, key, examples)
                 self._plainer(hunt)
             if str(hunt.fault.signature) != asked:
@@ -236,6 +236,13 @@ class Campaign:
 
     def _is_known(self, fault: Fault) -> bool:
         return str(fault.signature) in self._known
+
+    def _is_its_own(self, hunt: _Hunt) -> bool:
+        """Whether a crash or a hang comes again; what ended a process once is not worth shrinking."""
+        signature = hunt.fault.signature
+        if signature.verdict not in ("crash", "hang"):
+            return True
+        return any(judge(again).alike(signature) for again in self._runner.run([hunt.case], [hunt.adapter]))
 
     def _plainer(self, hunt: _Hunt) -> None:
         """Take back every unusual condition that the fault does not need, so that its signature says what it takes."""

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from diffgrad.corpus import Corpus
-from diffgrad.journal import FOLDER, recover
+from diffgrad.journal import recover
 from tests.helpers import ROOT, entry, ordinary
 
 FAULTY = """
@@ -24,14 +25,23 @@ from diffgrad.adapters import numpy
 from diffgrad.adapters.numpy_tape import Var
 
 class Planted(numpy.NumpyAdapter):
+    quick = True
+
     def add(self, a, b):
-        mark = os.environ.get("PLANTED_SLEEP")
+        mark = os.environ.get("PLANTED_SLEEP_QUICK" if self.quick else "PLANTED_SLEEP")
         if mark and not os.path.exists(mark):
-            open(mark, "w").close()
+            with open(mark + "~", "w") as f:
+                f.write(str(os.getpid()))
+            os.rename(mark + "~", mark)
             time.sleep(600)
         return Var(a.value + b.value, (a, b), lambda dy: (dy, 2 * dy))
 
-numpy.adapter = lambda quick=False: Planted()
+def adapter(quick=False):
+    planted = Planted()
+    planted.quick = quick
+    return planted
+
+numpy.adapter = adapter
 """
 HOOK = """
 import importlib.abc, sys
@@ -46,7 +56,10 @@ sys.meta_path.insert(0, Late())
 
 @pytest.fixture
 def planted(tmp_path: Path) -> dict[str, str]:
-    """The environment in which NumPy's worker doubles the skip's cotangent, after sleeping once if it is told to."""
+    """The environment in which NumPy's worker doubles the skip's cotangent.
+
+    It is told to sleep once: with PLANTED_SLEEP_QUICK at the first case, with PLANTED_SLEEP when a fault is confirmed.
+    """
     folder = tmp_path / "site"
     folder.mkdir()
     (folder / "planted.py").write_text(FAULTY)
@@ -54,11 +67,16 @@ def planted(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-def fuzz(corpus: Path, env: dict[str, str], *more: str) -> subprocess.Popen[str]:
+def fuzz(
+    corpus: Path, env: dict[str, str], *more: str, first: Callable[[], None] | None = None
+) -> subprocess.Popen[str]:
+    """A campaign in a process of its own, which calls ``first`` before anything else."""
     command = [sys.executable, "-m", "diffgrad.cli", "fuzz", "--adapter", "numpy", "--block", "uib", "--seed", "3"]
     command += ["--seconds", "2", "--dtype", "float32", "--corpus", str(corpus), *more]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    out = subprocess.PIPE
+    return subprocess.Popen(
+        command, env=env, cwd=ROOT, stdout=out, stderr=out, text=True, start_new_session=True, preexec_fn=first
+    )
 
 
 def kill(process: subprocess.Popen[str]) -> None:
@@ -85,7 +103,7 @@ SIGNATURE = "numpy/eager/float32/copy+add/wrong/cotangent"
 @pytest.mark.timeout(180)
 def test_a_campaign_killed_while_a_case_runs(tmp_path: Path, planted: dict[str, str]) -> None:
     corpus, mark = tmp_path / "corpus", tmp_path / "sleeping"
-    process = fuzz(corpus, {**planted, "PLANTED_SLEEP": str(mark)})
+    process = fuzz(corpus, {**planted, "PLANTED_SLEEP_QUICK": str(mark)})
     wait_for(mark)
     kill(process)
     pending = recover(corpus)
@@ -102,48 +120,92 @@ def test_a_campaign_killed_while_a_case_runs(tmp_path: Path, planted: dict[str, 
 
 @pytest.mark.timeout(180)
 def test_a_campaign_killed_while_it_shrinks(tmp_path: Path, planted: dict[str, str]) -> None:
-    """The sleep comes at the first run whatever it is for; killed later, the hunt's own case is pending."""
-    corpus = tmp_path / "corpus"
-    process = fuzz(corpus, planted, "--seconds", "30")
-    for _ in range(600):
-        lines = [p.read_text().count('"begin"') for p in (corpus / FOLDER).glob("*.jsonl")]
-        if sum(lines) > 3 or process.poll() is not None:
-            break
-        time.sleep(0.01)
+    """What is pending by then is the case that the hunt began with; the other cases are done with."""
+    corpus, mark = tmp_path / "corpus", tmp_path / "sleeping"
+    process = fuzz(corpus, {**planted, "PLANTED_SLEEP": str(mark)}, "--seconds", "30")
+    wait_for(mark)
     kill(process)
-    found_before = findings(corpus)
-    again = fuzz(corpus, planted)
+    assert len(recover(corpus)) == 1
+    assert findings(corpus) == []
+    after = tmp_path / "after.json"
+    again = fuzz(corpus, planted, "--seconds", "1", "--json", str(after))
     again.communicate(timeout=120)
-    assert set(findings(corpus)) >= {SIGNATURE, *found_before}
+    assert findings(corpus) == [SIGNATURE]
+    assert msgspec.json.decode(after.read_bytes())["recovered"] == 1
+    assert recover(corpus) == []
 
 
 @pytest.mark.timeout(180)
-def test_a_disk_without_room_ends_in_a_sentence_and_the_next_run_goes_on(
+def test_a_worker_that_is_killed(tmp_path: Path, planted: dict[str, str]) -> None:
+    """The campaign goes on: what it was at is a finding of its own, and the planted fault is found as well."""
+    corpus, mark = tmp_path / "corpus", tmp_path / "sleeping"
+    process = fuzz(corpus, {**planted, "PLANTED_SLEEP_QUICK": str(mark)}, "--seconds", "4")
+    wait_for(mark)
+    os.kill(int(mark.read_text()), signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert set(findings(corpus)) >= {SIGNATURE}
+    assert {s.split("/")[4] for s in findings(corpus)} <= {"wrong", "unstable"}
+    assert recover(corpus) == []
+
+
+def small() -> None:
+    """From here on, files of this process hold no more than 700 bytes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+
+
+@contextlib.contextmanager
+def one_page(folder: Path) -> Iterator[bool]:
+    """A disk of 4 kB, which a journal takes; says whether one may be mounted here."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "diffgrad-test", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def ended_in_a_sentence(process: subprocess.Popen[str], corpus: Path) -> None:
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2, err
+    assert "Traceback" not in err
+    assert err.count("\n") == 1
+    assert "No space left on device" in err or "File too large" in err
+    assert findings(corpus) == []
+    assert list(corpus.glob(".new-*")) == []
+
+
+def goes_on(corpus: Path, planted: dict[str, str]) -> None:
+    fuzz(corpus, planted).communicate(timeout=120)
+    assert findings(corpus) == [SIGNATURE]
+    assert SIGNATURE.split("/")[3] in (corpus / "INDEX.md").read_text()
+    assert recover(corpus) == []
+
+
+@pytest.mark.timeout(180)
+def test_a_journal_without_room_ends_in_a_sentence_and_the_next_run_goes_on(
     tmp_path: Path, planted: dict[str, str]
 ) -> None:
     corpus = tmp_path / "corpus"
-    corpus.mkdir()
-
-    def small() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
-
-    command = [sys.executable, "-m", "diffgrad.cli", "fuzz", "--adapter", "numpy", "--block", "uib", "--seed", "3"]
-    command += ["--seconds", "2", "--dtype", "float32", "--corpus", str(corpus), "--in-process"]
     clean = {k: v for k, v in planted.items() if k != "PYTHONPATH"}
-    ran = subprocess.run(
-        command, env=clean, cwd=ROOT, preexec_fn=small, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert ran.returncode == 2, ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert ran.stderr.count("\n") == 1
-    assert "File too large" in ran.stderr
-    assert findings(corpus) == []
-    assert list(corpus.glob(".new-*")) == []
-    again = fuzz(corpus, planted)
-    again.communicate(timeout=120)
-    assert findings(corpus) == [SIGNATURE]
-    assert recover(corpus) == []
+    ended_in_a_sentence(fuzz(corpus, clean, "--in-process", first=small), corpus)
+    goes_on(corpus, planted)
+
+
+@pytest.mark.timeout(180)
+def test_a_finding_without_room_ends_in_a_sentence_and_the_next_run_saves_it(
+    tmp_path: Path, planted: dict[str, str]
+) -> None:
+    corpus = tmp_path / "corpus"
+    with one_page(corpus) as mounted:
+        ended_in_a_sentence(fuzz(corpus, planted, first=None if mounted else small), corpus)
+        assert recover(corpus)
+        if mounted:
+            subprocess.run(["mount", "-o", "remount,size=4m", str(corpus)], check=True)
+        goes_on(corpus, planted)
 
 
 @pytest.mark.timeout(240)
@@ -162,7 +224,7 @@ def test_a_test_process_of_xdist_that_is_killed_leaves_its_case(tmp_path: Path, 
         "    with Workers(['numpy']) as workers:\n"
         "        Campaign(workers, corpus, ['uib'], ['float32']).run(3, examples=5)\n"
     )
-    env = {**planted, "PLANTED_SLEEP": str(mark)}
+    env = {**planted, "PLANTED_SLEEP_QUICK": str(mark)}
     command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", str(tmp_path / "test_fuzzing.py")]
     process = subprocess.Popen(
         command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

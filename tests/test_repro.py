@@ -172,7 +172,6 @@ def _of_its_own(v: np.ndarray[Any, Any], bar: float) -> tuple[int, ...]:
 DRIVER = """
 import contextlib, io, json, runpy, sys
 sys.modules["diffgrad"] = None  # to import it raises
-sys.modules["ml_dtypes_not_needed"] = None
 out = []
 for path in sys.argv[1:]:
     text = io.StringIO()
