@@ -31,8 +31,6 @@ class Adapter(ABC):
     """One framework. Subclasses add one method per block, named as the block is."""
 
     name: ClassVar[str]
-    mode: ClassVar[str]
-    """How the framework runs here: ``eager`` or ``jit``."""
     unsupported: ClassVar[tuple[Unsupported, ...]] = ()
 
     @abstractmethod

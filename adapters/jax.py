@@ -87,7 +87,6 @@ class JaxAdapter(Adapter):
     """jax.jit, unless a case names another mode. ``quick`` compiles with few optimisations, to explore many shapes."""
 
     name = "jax"
-    mode = "jit"
 
     def __init__(self, quick: bool = False) -> None:
         jax.config.update("jax_enable_x64", True)

@@ -54,7 +54,6 @@ class NumpyAdapter(Primitives, Adapter):
     """NumPy in the case's dtype."""
 
     name = "numpy"
-    mode = "eager"
 
     def versions(self) -> dict[str, str]:
         return {"numpy": np.__version__}

@@ -26,14 +26,13 @@ ADAPTERS: dict[str, Row] = {
 FRAMEWORKS = ("torch", "jax", "tensorflow")
 """The frameworks under test. ``numpy`` is the same-precision reference and runs when it is asked for."""
 
-COMPILED_MODES = ("jit", "compile", "function", "xla", "linearize")
-"""Modes in which a compiler may recompute a recorded activation inside its consumer."""
-
 
 class Offer(NamedTuple):
     """The conditions that an adapter can run under, beside the plain ones. The first mode is its own default."""
 
     modes: tuple[str, ...]
+    compiled: tuple[str, ...] = ()
+    """Modes in which a compiler sees the whole block, and may recompute an activation inside its consumer."""
     layouts: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
     convs: tuple[str, ...] = ()
@@ -44,6 +43,7 @@ class Offer(NamedTuple):
 OFFERS: dict[str, Offer] = {
     "torch": Offer(
         modes=("eager", "compile", "func", "checkpoint", "jvp"),
+        compiled=("compile",),
         layouts=("channels_last",),
         norms=("composed", "layer"),
         convs=("unfold", "layer"),
@@ -51,6 +51,7 @@ OFFERS: dict[str, Offer] = {
     ),
     "jax": Offer(
         modes=("jit", "eager", "checkpoint", "linearize", "jvp"),
+        compiled=("jit", "checkpoint", "linearize", "jvp"),
         layouts=("channels_first",),
         norms=("fused", "layer", "fast"),
         convs=("unfold", "layer"),
@@ -58,6 +59,7 @@ OFFERS: dict[str, Offer] = {
     ),
     "tensorflow": Offer(
         modes=("eager", "function", "xla", "checkpoint", "jvp"),
+        compiled=("function", "xla"),
         layouts=("channels_first",),
         norms=("composed", "fused", "layer"),
         convs=("grouped", "layer"),
@@ -87,9 +89,8 @@ def offers(name: str, how: How) -> bool:
 
 
 def compiled(name: str, how: How) -> bool:
-    """Whether a compiler sees the whole block in this mode."""
-    mode = mode_of(name, how)
-    return mode in COMPILED_MODES or (name == "jax" and mode in ("checkpoint", "jvp"))
+    """Whether a compiler sees the whole block in the mode of a case."""
+    return mode_of(name, how) in OFFERS[name].compiled
 
 
 def load(name: str, quick: bool = False) -> Adapter:

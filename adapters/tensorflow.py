@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap, Unsupported
 from diffgrad.adapters.layout import from_nhwc, to_nhwc
+from diffgrad.adapters.registry import mode_of
 from diffgrad.adapters.tensorflow_layers import Layers, Padding, symmetric
 from diffgrad.adapters.tensorflow_modes import (
     GRAPHS,
@@ -106,7 +107,6 @@ class TensorFlowAdapter(Adapter):
     """TensorFlow: eager, graph, XLA, recomputation and forward mode."""
 
     name = "tensorflow"
-    mode = "eager"
     unsupported = (
         Unsupported(_no_nchw, "channels_first: TensorFlow has no kernels for these NCHW convolutions on the CPU"),
         Unsupported(_no_grouped, "conv grouped: TensorFlow has no gradients of grouped convolutions on the CPU"),
@@ -165,7 +165,7 @@ class TensorFlowAdapter(Adapter):
         leaves = {name: t[name] for name in spec.differentiated()}
         rest = {name: v for name, v in t.items() if name not in leaves}
         forward = partial(self.block(spec), spec)
-        return MODES[how.mode or self.mode](forward, leaves, rest, tangents or t["dy"], exposed)
+        return MODES[mode_of(self.name, how)](forward, leaves, rest, tangents or t["dy"], exposed)
 
     def uib(self, b: UibSpec, t: Tensors, tap: Tap) -> Any:
         """Universal inverted bottleneck, stride 1."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from diffgrad.adapters.base import Adapter, Stopwatch, Tap, Unsupported
+from diffgrad.adapters.registry import mode_of
 from diffgrad.adapters.torch_layers import Layers, Padding, explicit, xla_same
 from diffgrad.adapters.torch_modes import MODES, Job, Program, compiled
 from diffgrad.adapters.torch_tensors import Tensors, arrays, place, set_up, tensor
@@ -67,7 +68,6 @@ class TorchAdapter(Layers, Adapter):
     """torch, compiled in mode ``compile`` only."""
 
     name = "torch"
-    mode = "eager"
     unsupported = (
         Unsupported(_single_statistic, "torch refuses batch norm over one value per channel in training mode"),
         Unsupported(_fused_attention_forward_mode, "torch has no forward mode of its fused attention kernels"),
@@ -91,7 +91,7 @@ class TorchAdapter(Layers, Adapter):
         spec, how = case.block, case.how
         set_up(how)
         self.how, self.parts = how, _parts(spec)
-        mode = how.mode or self.mode
+        mode = mode_of(self.name, how)
         job = self._job(case, tensors)
         with Stopwatch() as clock:
             seen = MODES[mode](job)

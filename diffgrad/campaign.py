@@ -19,9 +19,9 @@ from diffgrad.adapters.registry import compiled, mode_of, offers
 from diffgrad.case import Case
 from diffgrad.chains import chain_of
 from diffgrad.corpus import Corpus, Entry
-from diffgrad.how import Device, How
+from diffgrad.how import PLAIN, Device
 from diffgrad.journal import Journal, forget, ownerless, recover
-from diffgrad.judge import Fault, Judgement, judge, signature_of
+from diffgrad.judge import Fault, Judgement, judge
 from diffgrad.reduce import MOST_EXPLICIT, explicit, fewer, single_op
 from diffgrad.strategies import Batch, batches, sample
 from diffgrad.strategies.cases import DTYPES, hows, quiet_settings
@@ -247,7 +247,7 @@ class Campaign:
     def _plainer(self, hunt: _Hunt) -> None:
         """Take back every unusual condition that the fault does not need, so that its signature says what it takes."""
         for name in hunt.case.how.unusual():
-            plain = replace(hunt.case.how, **{name: getattr(How(), name)})
+            plain = replace(hunt.case.how, **{name: getattr(PLAIN, name)})
             if name == "device" or not offers(hunt.adapter, plain):
                 continue
             case = replace(hunt.case, how=plain)
@@ -334,8 +334,9 @@ class Campaign:
         """Confirm the shrunk fault as an ordinary user would run it, several times over, then save it."""
         signature = hunt.fault.signature
         runs = [a for _ in range(_REPEATS) for a in self._runner.run([hunt.case], [hunt.adapter], quick=False)]
-        shown = [judge(a).fault(signature) for a in runs]
-        if not any(shown) and compiled(hunt.adapter, hunt.case.how) and not any(judge(a).faults for a in runs):
+        judged = [judge(a) for a in runs]
+        shown = [j.fault(signature) for j in judged]
+        if not any(shown) and compiled(hunt.adapter, hunt.case.how) and not any(j.faults for j in judged):
             self._doubted[str(signature)] += 1
             reason = "gone with the default compile options"
             self.tally.unconfirmed.append(
@@ -344,15 +345,15 @@ class Campaign:
             return
         stable = all(shown)
         if not stable:
-            hunt.fault = unstable(hunt.fault, runs)
+            hunt.fault = unstable(hunt.fault, judged)
             signature = hunt.fault.signature
             if self._is_known(hunt.fault):
                 self.tally.known[str(signature)] += 1
                 return
         self._known.add(str(signature))
         original = hunt.case
-        if stable:
-            self._reduce(hunt, runs[0])
+        if stable and shown[0] is not None:
+            self._reduce(hunt, runs[0], shown[0])
         entry = Entry(
             case=hunt.case,
             signature=hunt.fault.signature,
@@ -367,13 +368,9 @@ class Campaign:
         self._corpus.write_index()
         self.tally.new.append(entry)
 
-    def _reduce(self, hunt: _Hunt, answer: Answer) -> None:
+    def _reduce(self, hunt: _Hunt, answer: Answer, fault: Fault) -> None:
         """Shrink on past Hypothesis: to the op that is at fault, on few and simple numbers."""
-        report = judge(answer).report
-        faulty = [q for q in report.quantities if q.faulty] if report is not None else []
-        q = next(
-            (q for q in faulty if signature_of(hunt.adapter, hunt.case, q).core == hunt.fault.signature.core), None
-        )
+        q = fault.quantity
         if q is None or answer.outcome.trace is None:
             return
         until = time.monotonic() + _SHRINK_SECONDS
@@ -382,9 +379,9 @@ class Campaign:
             if time.monotonic() > until:
                 return False
             for again in self._runner.run([case], [hunt.adapter], quick=False):
-                fault = judge(again).alike(hunt.fault.signature)
-                if fault is not None and fault.signature == hunt.fault.signature:
-                    hunt.case, hunt.fault = case, fault
+                same = judge(again).fault(hunt.fault.signature)
+                if same is not None:
+                    hunt.case, hunt.fault = case, same
                     return True
             return False
 
@@ -438,9 +435,9 @@ def _bin(ratio: float) -> float:
     return min(max(math.floor(decades * BINS) / BINS, low), high)
 
 
-def unstable(fault: Fault, runs: Sequence[Answer]) -> Fault:
+def unstable(fault: Fault, runs: Sequence[Judgement]) -> Fault:
     """The fault of a case whose result changes from run to run: its own verdict, with what each run gave."""
-    said = Counter(judge(a).sentence or judge(a).verdict for a in runs)
+    said = Counter(j.sentence or j.verdict for j in runs)
     spread = "; ".join(f"{count} of {len(runs)} runs: {what}" for what, count in said.most_common())
     sentence = f"unstable: first {fault.sentence}; then {spread}"
     return Fault(replace(fault.signature, verdict="unstable"), sentence)

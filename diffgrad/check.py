@@ -192,8 +192,11 @@ def check_links(
     without: Collection[str] = (),
 ) -> Report:
     """Each link alone, on the framework's own recorded inputs."""
-    quantities = _links(Walk(chain, tensors, p, trace, compiled), chain, trace, p)
-    named = _name_looser(chain, tensors, trace, p, compiled, quantities, without)
+
+    def links(precision: Precision, ops: Mapping[str, Op]) -> list[Quantity]:
+        return _links(Walk(chain, tensors, precision, trace, compiled, ops), chain, trace, p)
+
+    named = name_looser(chain, tensors, trace, p, links(p, {}), links, without)
     return Report((*named, *_strays(chain, trace)), len(chain.links), len(chain.nodes))
 
 
@@ -247,11 +250,11 @@ class _Comparison:
     def __init__(self, chain: Chain, trace: Trace, p: Precision) -> None:
         self._trace, self._p = trace, p
         self._names = chain.cotangents()
-        self._writers = {link.writes: _title(link) for link in chain.links}
+        self._writers = {link.writes: link.title for link in chain.links}
         self._readers = {
-            site: "+".join(_title(link) for link in chain.links if site in link.reads) for site in self._names
+            site: "+".join(link.title for link in chain.links if site in link.reads) for site in self._names
         }
-        self._feeders = {node: _title(link) for link in chain.links for node in link.feeds}
+        self._feeders = {node: link.title for link in chain.links for node in link.feeds}
         self._rows: list[Row] = []
         self._elements = 0
         self._done: list[Quantity] = []
@@ -293,10 +296,6 @@ def _strays(chain: Chain, trace: Trace) -> list[Quantity]:
         for name in got[what]
         if name not in known[what]
     ]
-
-
-def _title(link: Link) -> str:
-    return f"{link.op.name}@{link.writes}"
 
 
 def compare(rows: Sequence[Row], p: Precision) -> list[Quantity]:
@@ -375,30 +374,35 @@ def _judge(rows: Sequence[Row]) -> list[Quantity]:
     return out
 
 
-def _name_looser(
+def name_looser(
     chain: Chain,
     tensors: Tensors,
     trace: Trace,
     p: Precision,
-    compiled: bool,
     quantities: list[Quantity],
+    again: Callable[[Precision, Mapping[str, Op]], list[Quantity]],
     without: Collection[str],
 ) -> list[Quantity]:
     """Where named cheaper algorithms explain all that a link (or the links of a fan-in) delivered, say
     ``lossy:<model>`` instead. Each model is tried on all faulty links at once: links are checked on what was recorded.
+
+    Args:
+        chain, tensors, trace, p: the run.
+        quantities: what the tight bars say of it.
+        again: the same with another precision, and other ops at some sites.
+        without: models that this run cannot have used.
     """
     left = {q.link for q in quantities if q.faulty}
-    titles = {link.writes: _title(link) for link in chain.links}
-    answerable = [link for link in chain.links if any(titles[link.writes] in name.split("+") for name in left)]
-    found = {link.writes: models_at(link, tensors, trace, p, quantities) for link in answerable}
+    titles = {link.writes: link.title for link in chain.links}
+    answerable = [link for link in chain.links if any(link.title in name.split("+") for name in left)]
+    found = {link.writes: _models_at(link, tensors, trace, p, quantities) for link in answerable}
     renamed = list(quantities)
-    for model, looser, ops in ways(found, p, without):
+    for model, looser, ops in _ways(found, p, without):
         having = {titles[site] for site in ops or found}
         tried = {link for link in left if having & set(link.split("+"))}
         if not tried:
             continue
-        again = _links(Walk(chain, tensors, looser, trace, compiled, ops), chain, trace, p)
-        left -= tried - {q.link for q in again if q.faulty}
+        left -= tried - {q.link for q in again(looser, ops) if q.faulty}
         for i, q in enumerate(quantities):
             if q.faulty and q.link in tried - left:
                 renamed[i] = msgspec.structs.replace(q, verdict=f"lossy:{model}")
@@ -417,8 +421,8 @@ def _name_looser_whole(
     """The same end to end, where what a cheaper algorithm loses may show though no link of its own could tell."""
     if not any(q.faulty for q in quantities):
         return quantities
-    found = {link.writes: models_at(link, tensors, trace, p, quantities) for link in chain.links}
-    for model, looser, ops in ways(found, p, without):
+    found = {link.writes: _models_at(link, tensors, trace, p, quantities) for link in chain.links}
+    for model, looser, ops in _ways(found, p, without):
         cheaper = replace(chain, links=with_ops(chain.links, **ops))
         if any(q.faulty for q in compared(end_to_end(cheaper, tensors, looser))):
             continue
@@ -426,7 +430,7 @@ def _name_looser_whole(
     return quantities
 
 
-def ways(
+def _ways(
     found: Mapping[str, Mapping[str, Op]], p: Precision, without: Collection[str]
 ) -> Iterator[tuple[str, Precision, dict[str, Op]]]:
     """Every cheaper algorithm at hand, by name: with the ops that it puts at some sites, or a precision for all."""
@@ -440,7 +444,7 @@ def ways(
             yield model, looser, {}
 
 
-def models_at(
+def _models_at(
     link: Link, tensors: Tensors, trace: Trace, p: Precision, quantities: Sequence[Quantity]
 ) -> dict[str, Op]:
     """The looser models that a link's recorded output suggests."""

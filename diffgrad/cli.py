@@ -19,6 +19,7 @@ from diffgrad.bisect import BisectError
 from diffgrad.campaign import Campaign, summary
 from diffgrad.certify import certify as certify_all
 from diffgrad.commands.bisect import bisect
+from diffgrad.commands.files import probe, write_json
 from diffgrad.commands.report import report
 from diffgrad.commands.repro import repro
 from diffgrad.commands.triage import triage
@@ -78,7 +79,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @_one_sentence
 def doctor(json: JsonFile = None) -> None:
     """Which frameworks can run here, in which version and mode, on which devices; and why not."""
-    _probe(json)
+    probe("--json", json)
     report: dict[str, Any] = {"diffgrad": __version__, "adapters": {}}
     for name in ADAPTERS:
         try:
@@ -88,7 +89,7 @@ def doctor(json: JsonFile = None) -> None:
         except WorkerError as e:
             report["adapters"][name] = {"runs": False, "why": str(e)}
     show.doctor(report)
-    _write(json, report)
+    write_json(json, report)
 
 
 @app.command()
@@ -114,7 +115,7 @@ def fuzz(
     dtypes = _chosen("--dtype", dtype, DTYPES)
     names = _in_mode(_chosen("--adapter", adapter, tuple(ADAPTERS), FRAMEWORKS), mode)
     where, names = _placed(device, names)
-    _probe(json)
+    probe("--json", json)
     store = Corpus(corpus)
     store.prepare()
     key = secrets.randbelow(2**31) if seed is None else seed
@@ -129,7 +130,7 @@ def fuzz(
         abouts = runner.about()
     result = {"seed": key, "device": where, **summary(campaign.tally, store)}
     show.fuzz(result, abouts, interrupted)
-    _write(json, result)
+    write_json(json, result)
     if interrupted:
         raise typer.Exit(130)
     if result["new_findings"]:
@@ -145,7 +146,7 @@ def replay(
 ) -> None:
     """Run saved cases again. Exit 0: all as their entries say; 1: something changed."""
     entries = entries_at(path)
-    _probe(json)
+    probe("--json", json)
     results = []
     if entries:
         with _runner(sorted({e.signature.adapter for e in entries}), in_process) as runner:
@@ -157,7 +158,7 @@ def replay(
         "as_expected": len(results) - len(changed),
         "changed": [msgspec.to_builtins(r) for r in changed],
     }
-    _write(json, report)
+    write_json(json, report)
     if changed:
         raise typer.Exit(1)
 
@@ -181,7 +182,7 @@ def tie(
     if batch is not None and batch < 1:
         raise UsageError(f"--batch {batch}: must be at least 1")
     spec = net_spec(net, Sizes(image, batch or 0, classes, drop, bf16))
-    _probe(json)
+    probe("--json", json)
     nodes = len(spec.parameters())
     known = Corpus(corpus).known()
     results: dict[str, Tied] = {}
@@ -190,7 +191,7 @@ def tie(
             results[name] = tied
             show.tied(net, nodes, name, tied)
     report = {"net": net, "nodes": nodes, "adapters": {name: msgspec.to_builtins(t) for name, t in results.items()}}
-    _write(json, report)
+    write_json(json, report)
     if any(t.tied != nodes or t.wrong for t in results.values()):
         raise typer.Exit(1)
 
@@ -199,7 +200,7 @@ def tie(
 @_one_sentence
 def certify(json: JsonFile = None) -> None:
     """Hold every formula against the complex-step derivative of its forward."""
-    _probe(json)
+    probe("--json", json)
     ops, blocks = certify_all()
     both = [*ops, *blocks]
     show.certify(both)
@@ -210,7 +211,7 @@ def certify(json: JsonFile = None) -> None:
         "max_residual": max(c.residual for c in both),
         "certificates": {c.subject: {"holds": c.holds, **msgspec.to_builtins(c)} for c in both},
     }
-    _write(json, report)
+    write_json(json, report)
     if not all(c.holds for c in both):
         raise typer.Exit(1)
 
@@ -223,7 +224,7 @@ def mutants(
     json: JsonFile = None,
 ) -> None:
     """Plant every known trap and see that generated cases catch it and blame the right link."""
-    _probe(json)
+    probe("--json", json)
     kills = [hunt(m, seed) for m in MUTANTS]
     cases, alarms = false_alarms(tuple(BLOCKS), seed, clean)
     show.mutants(kills, cases, alarms)
@@ -239,7 +240,7 @@ def mutants(
         "false_alarms": len(alarms),
         "kills": {k.mutant.name: {"cases": k.cases, "fault": k.fault.sentence() if k.fault else ""} for k in kills},
     }
-    _write(json, report)
+    write_json(json, report)
     if survivors or misblamed or alarms:
         raise typer.Exit(1)
 
@@ -290,26 +291,6 @@ def _sees_cuda(name: str) -> bool:
             return True
     except WorkerError:
         return False
-
-
-def _probe(path: Path | None) -> None:
-    """Find out before a long run, not after it, that its result cannot be written."""
-    if path is None:
-        return
-    try:
-        with path.open("a"):
-            pass
-    except OSError as e:
-        raise UsageError(f"--json {path}: cannot be written ({e.strerror})") from None
-
-
-def _write(path: Path | None, report: dict[str, Any]) -> None:
-    if path is None:
-        return
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    except OSError as e:
-        raise UsageError(f"--json {path}: could not be written ({e.strerror})") from None
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def impacts(chain: Chain, ops: str, what: str) -> list[Impact]:
     if "+" in ops:  # the fault is of a sum: at a site that all of them read
         forks = {site: [k for k in chain.links if site in k.reads] for site in chain.cotangents()}
         joined = {site: links for site, links in forks.items() if {k.op.name for k in links} == set(ops.split("+"))}
-        return [_impact(chain, "+".join(map(_title, ks)), (site,), {site}) for site, ks in joined.items()]
+        return [_impact(chain, "+".join(k.title for k in ks), (site,), {site}) for site, ks in joined.items()]
     found = []
     for link in chain.links:
         if link.op.name == ops:
@@ -60,7 +60,7 @@ def impacts(chain: Chain, ops: str, what: str) -> list[Impact]:
             back = what == "cotangent" or (what == "gradient" and not link.feeds)
             cots = set(link.reads) if back else set()
             nodes = link.feeds if what in ("gradient", "update") else ()
-            found.append(_impact(chain, _title(link), link.reads, cots, sites, nodes, what != "tangent"))
+            found.append(_impact(chain, link.title, link.reads, cots, sites, nodes, what != "tangent"))
     return found
 
 
@@ -106,10 +106,6 @@ def _impact(
         tuple(names[site] for site in reversed(names) if site in cots),
         tuple(dict.fromkeys(reached)),
     )
-
-
-def _title(link: Link) -> str:
-    return f"{link.op.name}@{link.writes}"
 
 
 def _forward(chain: Chain, link: Link) -> set[str]:

@@ -55,13 +55,15 @@ class Journal:
 
     def begin(self, adapter: str, case: Case) -> None:
         """The case is about to run in a framework."""
-        self._pending.add((adapter, case.id))
-        self._write({"begin": adapter, "id": case.id, "case": msgspec.Raw(case.to_json())})
+        identity = case.id
+        self._pending.add((adapter, identity))
+        self._write({"begin": adapter, "id": identity, "case": msgspec.Raw(case.to_json())})
 
     def done(self, adapter: str, case: Case) -> None:
         """Its answer was judged, and what it showed is known or saved."""
-        self._write({"done": adapter, "id": case.id})
-        self._pending.discard((adapter, case.id))
+        identity = case.id
+        self._write({"done": adapter, "id": identity})
+        self._pending.discard((adapter, identity))
 
     def close(self) -> None:
         """A campaign that ends in good order leaves nothing behind but what is pending still."""

@@ -10,7 +10,7 @@ from diffgrad.adapters.registry import compiled, mode_of
 from diffgrad.bars import PRECISIONS
 from diffgrad.case import Case
 from diffgrad.chains import chain_of
-from diffgrad.check import Quantity, Report, check_bare, check_run
+from diffgrad.check import FAULTS, Quantity, Report, check_bare, check_run
 from diffgrad.corpus import Signature
 from diffgrad.how import How
 from diffgrad.oracle import Expected, end_to_end
@@ -21,6 +21,9 @@ from diffgrad.worker import Answer
 RUN_FAULTS = ("crash", "hang", "error")
 """Outcomes without a trace that are faults of the framework."""
 
+FAULTY = (*FAULTS, *RUN_FAULTS)
+"""Verdicts of a run that are faults of the framework."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -28,6 +31,8 @@ class Fault:
 
     signature: Signature
     sentence: str
+    quantity: Quantity | None = None
+    """The first array that shows it; None where the run ended without a trace."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def judge(answer: Answer) -> Judgement:
     if any(q.defect for q in faulty):
         faulty = faulty[:1]  # a part that is missing or misshapen leaves its mark on everything around it
     for q in faulty:
-        faults.setdefault(signed(q), Fault(signed(q), q.sentence()))
+        faults.setdefault(signed(q), Fault(signed(q), q.sentence(), q))
     sentence = next(iter(faults.values())).sentence if faults else ""
     return Judgement(report.verdict, sentence, tuple(faults.values()), report)
 

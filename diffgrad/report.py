@@ -10,14 +10,12 @@ from importlib.resources import files
 
 from diffgrad import __version__
 from diffgrad.campaign import BINS
-from diffgrad.check import FAULTS
-from diffgrad.judge import RUN_FAULTS
+from diffgrad.judge import FAULTY
 from diffgrad.mutants import MUTANTS
 from diffgrad.results import Condition, Fuzz, Mutants
 from diffgrad.triage import STATUSES, Row, version_range
 
 _TITLES = {"open": "Open", "convention": "Differences of convention", "fixed": "Fixed"}
-_BAD = (*FAULTS, *RUN_FAULTS)
 
 
 class Markup(str):
@@ -175,7 +173,7 @@ def _matrix(fuzz: Fuzz) -> str:
 def _cell(counts: Counter[str] | None) -> str:
     if not counts:
         return "<td>-</td>"
-    bad = any(kind in _BAD for kind in counts)
+    bad = any(kind in FAULTY for kind in counts)
     tone = "poor" if bad else "warn" if any(kind.startswith("lossy") for kind in counts) else "good"
     if set(counts) <= {"unsupported", "vacuous"}:
         tone = "quiet"
@@ -211,7 +209,7 @@ def _distances(fuzz: Fuzz) -> Iterator[str]:
 
 def _condition(c: Condition) -> Sequence[str]:
     lossy = sum(n for kind, n in c.verdicts.items() if kind.startswith("lossy"))
-    faults = sum(c.verdicts.get(kind, 0) for kind in _BAD)
+    faults = sum(c.verdicts.get(kind, 0) for kind in FAULTY)
     shown = Markup(f'<span class="mark poor">{faults}</span>') if faults else "0"
     counts = (f"{c.runs:,}", f"{c.verdicts.get('ok', 0):,}", f"{lossy:,}", shown)
     return (c.adapter, c.mode, c.dtype, *counts, f"{c.worst_error_over_bar:.3f}", f"{c.vacuous_share:.2%}")

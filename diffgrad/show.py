@@ -15,14 +15,20 @@ from rich.table import Table
 
 from diffgrad.campaign import Tally
 from diffgrad.certify import Certificate
+from diffgrad.judge import FAULTY
 from diffgrad.mutants import Kill
 from diffgrad.replay import Replayed
 from diffgrad.strategies.cases import DTYPES
 from diffgrad.tie import Tied
 from diffgrad.worker import About
 
-# A pipe has no width of its own; tables keep theirs.
-_out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+
+def console() -> Console:
+    """Where people read. A pipe has no width of its own; tables keep theirs."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+
+
+_out = console()
 
 _MOST_COMPLAINTS = 10
 
@@ -75,12 +81,9 @@ def _conditions(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _cell(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return "-"
-    faults = sum(row["verdicts"].get(kind, 0) for kind in _FAULTS)
+    faults = sum(row["verdicts"].get(kind, 0) for kind in FAULTY)
     note = f" [bold red]{faults} faulty[/]" if faults else ""
     return f"{row['runs']}{note}  {row['worst_error_over_bar']:.3f}"
-
-
-_FAULTS = ("wrong", "nonfinite", "crash", "hang", "error")
 
 
 def fuzz(result: Mapping[str, Any], abouts: Mapping[str, About], interrupted: bool) -> None:
@@ -94,7 +97,7 @@ def fuzz(result: Mapping[str, Any], abouts: Mapping[str, About], interrupted: bo
         stats = result["adapters"].get(name, {"runs": 0, "verdicts": {}, "worst_error_over_bar": 0.0})
         v = stats["verdicts"]
         ok, lossy = v.get("ok", 0), sum(n for k, n in v.items() if k.startswith("lossy"))
-        faults = sum(v.get(k, 0) for k in _FAULTS)
+        faults = sum(v.get(k, 0) for k in FAULTY)
         cells = (stats["runs"], ok, lossy, faults, stats["runs"] - ok - lossy - faults)
         version = escape(about.versions.get(name, ""))
         cpu = result["framework_cpu_s"].get(name, 0.0)

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from diffgrad.bars import Array, Bounded, Precision, add, bilinear, gamma, neg, quiet, recorded, scale, summation
 from diffgrad.chains import Chain, Link
-from diffgrad.check import Quantity, Row, compare, models_at, ways
+from diffgrad.check import Quantity, Row, compare, name_looser
 from diffgrad.ops import (
     EXACT,
     Add,
@@ -302,17 +301,16 @@ class _Checked(NamedTuple):
     p: Precision
     compiled: bool
 
-    def links(self, ops: Mapping[str, Op] | None = None) -> list[Quantity]:
+    def links(self, p: Precision, ops: Mapping[str, Op]) -> list[Quantity]:
         """Every link on the run's own activations and tangents."""
-        c = self
-        return self._compare(TangentWalk(c.chain, c.tensors, c.tangents, c.p, c.trace, c.compiled, ops))
+        return self._compare(TangentWalk(self.chain, self.tensors, self.tangents, p, self.trace, self.compiled, ops))
 
     def whole(self) -> list[Quantity]:
         """End to end from the case's tensors."""
         return self._compare(TangentWalk(self.chain, self.tensors, self.tangents, self.p))
 
     def _compare(self, walk: TangentWalk) -> list[Quantity]:
-        titles = _titles(self.chain)
+        titles = {link.writes: link.title for link in self.chain.links}
         rows: list[Row] = []
 
         def row(key: Key, expected: Bounded) -> None:
@@ -345,38 +343,12 @@ def check_tangents(
         without: looser models that this run cannot have used.
     """
     checked = _Checked(chain, tensors, tangents, trace, p, compiled)
-    quantities = [*_named(checked, checked.links(), without), *_strays(chain, trace)]
+    named = name_looser(chain, tensors, trace, p, checked.links(p, {}), checked.links, without)
+    quantities = [*named, *_strays(chain, trace)]
     # A net's worst-case bars, propagated, prove nothing.
     if p.name == "float64" and not chain.deep and all(q.verdict in ("ok", "vacuous") for q in quantities):
         quantities += checked.whole()
     return quantities
-
-
-def _titles(chain: Chain) -> dict[str, str]:
-    return {link.writes: f"{link.op.name}@{link.writes}" for link in chain.links}
-
-
-def _named(checked: _Checked, quantities: list[Quantity], without: Collection[str]) -> list[Quantity]:
-    """Where a named cheaper algorithm explains all that a link delivered, say ``lossy:<model>`` instead."""
-    left = {q.link for q in quantities if q.faulty}
-    titles = _titles(checked.chain)
-    found = {
-        link.writes: models_at(link, checked.tensors, checked.trace, checked.p, quantities)
-        for link in checked.chain.links
-        if titles[link.writes] in left
-    }
-    named: dict[str, str] = {}
-    for model, looser, ops in ways(found, checked.p, without):
-        tried = {titles[site] for site in ops or found} & left
-        if not tried:
-            continue
-        still = {q.link for q in checked._replace(p=looser).links(ops) if q.faulty}
-        named |= dict.fromkeys(tried - still, model)
-        left -= tried - still
-    return [
-        msgspec.structs.replace(q, verdict=f"lossy:{named[q.link]}") if q.faulty and q.link in named else q
-        for q in quantities
-    ]
 
 
 def _strays(chain: Chain, trace: Trace) -> list[Quantity]:

@@ -16,7 +16,7 @@ from diffgrad.check import Quantity
 from diffgrad.corpus import Corpus, Entry
 from diffgrad.formulas import bar_in_words, formula
 from diffgrad.impact import Impact, documented, impacts
-from diffgrad.judge import judge, signature_of
+from diffgrad.judge import judge
 from diffgrad.repro import ReproError, script
 from diffgrad.worker import Workers
 
@@ -97,10 +97,9 @@ def run_now(entry: Entry) -> Now:
         (answer,) = workers.run([entry.case], [name], quick=False)
         versions = workers.about()[name].versions
     judgement = judge(answer)
-    quantities = judgement.report.quantities if judgement.report is not None else ()
-    blamed = (q for q in quantities if q.faulty and signature_of(name, entry.case, q) == entry.signature)
-    shows = judgement.fault(entry.signature) is not None
-    return Now(versions, shows, judgement.sentence or judgement.verdict, next(blamed, None))
+    fault = judgement.fault(entry.signature)
+    said = judgement.sentence or judgement.verdict
+    return Now(versions, fault is not None, said, fault.quantity if fault is not None else None)
 
 
 def bug_report(entry: Entry, now: Now | None = None) -> str:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from diffgrad.adapters.registry import FRAMEWORKS, offers
 from diffgrad.case import Case, Dtype
-from diffgrad.how import MODES, Device, How
+from diffgrad.how import MODES, PLAIN, Conv, Device, How, Layout, Memory, Norm
 from diffgrad.specs import BLOCKS, Spec
 from diffgrad.strategies.blocks import SPECS
 from diffgrad.values import FAMILIES, LIMITS, Values
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
     dtype: Dtype
     draws: tuple[Values, ...]
     lr: float = 0.0
-    how: How = How()
+    how: How = PLAIN
 
     def cases(self) -> tuple[Case, ...]:
         """One case per draw."""
@@ -75,15 +75,18 @@ def values(draw: st.DrawFn, dtype: str = "float32", kind: str = "") -> Values:
     return Values(family, draw(st.integers(0, 2**32 - 1)), draw(exponents))
 
 
+def _unusual(kind: object) -> tuple[object, ...]:
+    """The values of a condition but for the plain one, which is empty."""
+    return tuple(value for value in get_args(kind) if value)
+
+
 # Every condition beside the mode, with the values to draw; those that need a process of their own come seldom.
 _CONDITIONS: dict[str, tuple[object, ...]] = {
     "bare": (True,),
-    "layout": ("channels_last", "channels_first"),
-    "x": ("step", "transposed", "offset", "expanded"),
-    "dy": ("step", "transposed", "offset", "expanded"),
-    "params": ("step", "transposed", "offset", "expanded"),
-    "norm": ("composed", "fused", "layer", "fast"),
-    "conv": ("grouped", "unfold", "layer"),
+    "layout": _unusual(Layout),
+    **dict.fromkeys(("x", "dy", "params"), _unusual(Memory)),
+    "norm": _unusual(Norm),
+    "conv": _unusual(Conv),
     "deterministic": (True,),
 }
 _PROCESSES: dict[str, tuple[object, ...]] = {"threads": (2,), "isa": ("AVX2",), "onednn": (False,)}
@@ -130,6 +133,8 @@ def _offered(plain: How, changes: dict[str, object], adapters: Sequence[str]) ->
     return how
 
 
+ALWAYS_PLAIN = st.just(PLAIN)
+
 _DTYPE_WEIGHTS = {"float32": 3, "float64": 2}
 
 
@@ -138,7 +143,7 @@ def batches(
     draw: st.DrawFn,
     blocks: Sequence[str] = tuple(BLOCKS),
     dtypes: Sequence[str] = DTYPES,
-    conditions: st.SearchStrategy[How] = st.just(How()),  # noqa: B008 (a constant)
+    conditions: st.SearchStrategy[How] = ALWAYS_PLAIN,
     most: int = 16,
 ) -> Batch:
     """A block spec, a dtype, conditions, and up to ``most`` value draws."""
@@ -155,7 +160,7 @@ def batches(
 def cases(
     blocks: Sequence[str] = tuple(BLOCKS),
     dtypes: Sequence[str] = WIDE,
-    conditions: st.SearchStrategy[How] = st.just(How()),  # noqa: B008 (a constant)
+    conditions: st.SearchStrategy[How] = ALWAYS_PLAIN,
 ) -> st.SearchStrategy[Case]:
     """Single cases, in the two wide dtypes and under plain conditions unless others are asked for."""
     return batches(blocks, dtypes, conditions, most=1).map(lambda b: b.cases()[0])

@@ -57,7 +57,6 @@ def test_the_table_of_adapters() -> None:
 
 class Bare(Adapter):
     name = "bare"
-    mode = "eager"
     unsupported = (Unsupported(lambda case: case.block.n == 2, "bare refuses pairs"),)
 
     def versions(self) -> dict[str, str]:

@@ -270,7 +270,7 @@ class FaultyAdd(NumpyAdapter):
 @pytest.fixture
 def jitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter that is called numpy is taken for a compiler."""
-    monkeypatch.setitem(OFFERS, "numpy", Offer(modes=("jit",)))
+    monkeypatch.setitem(OFFERS, "numpy", Offer(modes=("jit",), compiled=("jit",)))
 
 
 @pytest.mark.usefixtures("jitted")

@@ -5,26 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
 from diffgrad.adapters.registry import OFFERS
 from diffgrad.case import Case, Dtype
-from diffgrad.how import Device, How
-from diffgrad.judge import judge
+from diffgrad.how import Device
 from diffgrad.specs import AttentionCoreOpSpec, ConvNeXtStemSpec, ConvOpSpec, LayerNormOpSpec, LossSpec, UibSpec
 from diffgrad.specs.ops import OpPadding
 from diffgrad.trace import Trace
-from diffgrad.values import Values
 from diffgrad.worker import Answer
+from tests.conditions import DTYPES, MEMORIES, case_of, same_quantities, sound, traces
 from tests.conftest import GetWorkers
 from tests.helpers import python
 
 OFFER = OFFERS["jax"]
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-MEMORIES = ("step", "transposed", "offset", "expanded")
 
 LAYER_NORM = LayerNormOpSpec(n=2, t=3, d=4, norm="scalar")
 ATTENTION = AttentionCoreOpSpec(n=2, t=3, heads=2, head_dim=2)
@@ -39,27 +36,8 @@ BLOCKS = (
 each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.kind)
 
 
-def case_of(block: Any, dtype: Dtype = "float64", **how: Any) -> Case:
-    return Case(block=block, dtype=dtype, values=Values(seed=3), how=How(**how)).check()
-
-
 def answers(workers: GetWorkers, *cases: Case) -> Iterator[Answer]:
     return workers("jax").run(cases)
-
-
-def traces(workers: GetWorkers, *cases: Case) -> list[Trace]:
-    """Their traces, in the order of the cases; none of them is wrong."""
-    found = {a.case: a for a in answers(workers, *cases)}
-    return [sound(found[case]) for case in cases]
-
-
-def sound(answer: Answer) -> Trace:
-    """The trace of an answer that is right, but for what the framework is known to compute in a lower precision."""
-    judgement = judge(answer)
-    assert judgement.verdict.split(":")[0] in ("ok", "lossy"), f"{answer.case.block}: {judgement.sentence}"
-    assert not judgement.faults
-    assert answer.outcome.trace is not None
-    return answer.outcome.trace
 
 
 def dtypes(trace: Trace) -> set[str]:
@@ -69,14 +47,13 @@ def dtypes(trace: Trace) -> set[str]:
 @each_block
 @pytest.mark.parametrize("mode", OFFER.modes)
 def test_every_mode_delivers_the_quantities_of_the_plain_run(mode: str, block: Any, workers: GetWorkers) -> None:
-    plain, other = traces(workers, case_of(block), case_of(block, mode=mode, x="offset"))
+    plain, other = traces(workers("jax"), case_of(block), case_of(block, mode=mode, x="offset"))
     assert set(other.acts) == set(plain.acts)
     if mode == "jvp":
         assert set(other.tangents) == set(plain.acts)
         assert (other.cots, other.grads) == ({}, {})
     else:
-        assert set(other.cots) == set(plain.cots)
-        assert set(other.grads) == set(plain.grads)
+        same_quantities(other, plain)
 
 
 @each_block
@@ -94,14 +71,14 @@ def test_every_dtype_is_kept_everywhere_and_nothing_is_wrong(block: Any, dtype: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [LAYER_NORM, ATTENTION], ids=lambda b: b.kind)
 def test_op_by_op_every_dtype_is_there(dtype: Dtype, block: Any, workers: GetWorkers) -> None:
-    (trace,) = traces(workers, case_of(block, dtype, mode="eager"))
+    (trace,) = traces(workers("jax"), case_of(block, dtype, mode="eager"))
     assert dtypes(trace) == {dtype}
 
 
 @each_block
 def test_the_bare_run_exposes_inputs_and_outputs_only(block: Any, workers: GetWorkers) -> None:
     modes = [m for m in OFFER.modes if m != "jvp"]
-    for trace in traces(workers, *(case_of(block, mode=m, bare=True) for m in modes)):
+    for trace in traces(workers("jax"), *(case_of(block, mode=m, bare=True) for m in modes)):
         x = block.input().name
         observed = {"out": trace.acts["out"], x: trace.cots[x], **trace.grads}
         assert {k: v.shape for k, v in trace.bare.items()} == {k: v.shape for k, v in observed.items()}
@@ -119,7 +96,7 @@ def test_the_bare_run_exposes_inputs_and_outputs_only(block: Any, workers: GetWo
     ids=str,
 )
 def test_no_realization_layout_or_memory_changes_the_function(how: dict[str, Any], workers: GetWorkers) -> None:
-    traces(workers, *(case_of(block, **how) for block in BLOCKS))
+    traces(workers("jax"), *(case_of(block, **how) for block in BLOCKS))
 
 
 @pytest.mark.parametrize("conv", ["", *OFFER.convs])
@@ -134,7 +111,7 @@ def test_every_convolution_takes_every_padding(conv: str, depthwise: bool, layou
     cases = [drawn(p, bias=True, stride=s) for p in ("symmetric", "xla_same", "valid") for s in (1, 2)]
     cases += [drawn("explicit", pads=pads) for pads in ((1, 0, 2, 1), (-1, 2, 0, -2), (4, 4, 4, 4))]
     cases += [drawn("valid", n=0)]
-    traces(workers, *cases)
+    traces(workers("jax"), *cases)
 
 
 _IN_PROCESS = """

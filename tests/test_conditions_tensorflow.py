@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from diffgrad.adapters.registry import OFFERS
 from diffgrad.case import Case, Dtype
-from diffgrad.how import How
-from diffgrad.judge import judge
 from diffgrad.specs import (
     BatchNormOpSpec,
     ConvNeXtStemSpec,
@@ -23,15 +21,11 @@ from diffgrad.specs import (
     UibSpec,
 )
 from diffgrad.specs.ops import OpPadding
-from diffgrad.trace import Trace
-from diffgrad.values import Values
-from diffgrad.worker import Answer
+from tests.conditions import DTYPES, MEMORIES, case_of, same_quantities, traces
 from tests.conftest import GetWorkers
 from tests.helpers import python
 
 OFFER = OFFERS["tensorflow"]
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-MEMORIES = ("step", "transposed", "offset", "expanded")
 
 UIB = UibSpec(n=2, h=3, w=4, c=2, expand=2, pre_k=3, post_k=3)
 BLOCKS = (
@@ -44,49 +38,30 @@ BLOCKS = (
 each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.kind)
 
 
-def case_of(block: Any, dtype: Dtype = "float64", **how: Any) -> Case:
-    return Case(block=block, dtype=dtype, values=Values(seed=3), how=How(**how)).check()
-
-
-def traces(workers: GetWorkers, *cases: Case) -> list[Trace]:
-    """Their traces, in the order of the cases; none of them is wrong."""
-    found = {a.case: a for a in workers("tensorflow").run(cases)}
-    return [sound(found[case]) for case in cases]
-
-
-def sound(answer: Answer) -> Trace:
-    """The trace of an answer that is right, but for what the framework is known to compute in a lower precision."""
-    judgement = judge(answer)
-    assert judgement.verdict.split(":")[0] in ("ok", "lossy"), f"{answer.case.to_json()!r}: {judgement.sentence}"
-    assert answer.outcome.trace is not None
-    return answer.outcome.trace
-
-
 @each_block
 @pytest.mark.parametrize("mode", OFFER.modes)
 def test_every_mode_delivers_the_quantities_of_the_plain_run(mode: str, block: Any, workers: GetWorkers) -> None:
-    plain, other = traces(workers, case_of(block), case_of(block, mode=mode, x="offset"))
+    plain, other = traces(workers("tensorflow"), case_of(block), case_of(block, mode=mode, x="offset"))
     assert set(other.acts) == set(plain.acts)
     if mode == "jvp":
         assert set(other.tangents) == set(plain.acts)
         assert (other.cots, other.grads) == ({}, {})
     else:
-        assert set(other.cots) == set(plain.cots)
-        assert set(other.grads) == set(plain.grads)
+        same_quantities(other, plain)
 
 
 @each_block
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_is_kept_everywhere_and_nothing_is_wrong(block: Any, dtype: Dtype, workers: GetWorkers) -> None:
     cases = [case_of(block, dtype, mode=m, x="step", params="offset") for m in OFFER.modes]
-    for trace in traces(workers, *cases):
+    for trace in traces(workers("tensorflow"), *cases):
         assert {v.dtype.name for part in trace.parts() for v in part.values()} == {dtype}
 
 
 @each_block
 def test_the_bare_run_exposes_inputs_and_outputs_only(block: Any, workers: GetWorkers) -> None:
     modes = [m for m in OFFER.modes if m != "jvp"]
-    for trace in traces(workers, *(case_of(block, mode=m, bare=True) for m in modes)):
+    for trace in traces(workers("tensorflow"), *(case_of(block, mode=m, bare=True) for m in modes)):
         x = block.input().name
         observed = {"out": trace.acts["out"], x: trace.cots[x], **trace.grads}
         assert {k: v.shape for k, v in trace.bare.items()} == {k: v.shape for k, v in observed.items()}
@@ -105,7 +80,7 @@ def _conditions() -> Iterator[dict[str, Any]]:
 def test_no_realization_layout_or_memory_is_wrong(how: dict[str, Any], workers: GetWorkers) -> None:
     blocks = (UIB, BatchNormOpSpec(n=3, c=2, h=2, w=2), LayerNormOpSpec(n=2, t=3, d=4))
     for block in blocks:
-        traces(workers, case_of(block, "float32", **how))
+        traces(workers("tensorflow"), case_of(block, "float32", **how))
 
 
 @pytest.mark.parametrize("conv", ["", "layer"])
@@ -117,7 +92,7 @@ def test_every_convolution_takes_every_padding(conv: str, depthwise: bool, worke
         return case_of(spec, conv=conv)
 
     traces(
-        workers,
+        workers("tensorflow"),
         *(drawn(padding, stride=stride) for padding in ("symmetric", "xla_same", "valid") for stride in (1, 2)),
         drawn("explicit", pads=(1, 0, 2, 1)),
         drawn("explicit", pads=(-1, 2, 0, -1)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,8 +11,7 @@ import pytest
 
 from diffgrad.adapters.registry import OFFERS
 from diffgrad.case import Case, Dtype
-from diffgrad.how import How, Memory
-from diffgrad.judge import judge
+from diffgrad.how import How
 from diffgrad.specs import (
     AttentionCoreOpSpec,
     BatchNormOpSpec,
@@ -24,15 +23,12 @@ from diffgrad.specs import (
     UibSpec,
 )
 from diffgrad.specs.ops import OpPadding
-from diffgrad.trace import Trace
-from diffgrad.values import Values
 from diffgrad.worker import Answer
+from tests.conditions import DTYPES, MEMORIES, case_of, same_quantities, traces
 from tests.conftest import GetWorkers
 from tests.helpers import python
 
 OFFER = OFFERS["torch"]
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-MEMORIES: tuple[Memory, ...] = tuple(m for m in get_args(Memory) if m)
 INTERPRETED = tuple(m for m in OFFER.modes if m != "compile")
 """The modes that cost next to nothing."""
 
@@ -51,40 +47,17 @@ BLOCKS = (
 each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.kind)
 
 
-def case_of(block: Any, dtype: Dtype = "float64", **how: Any) -> Case:
-    return Case(block=block, dtype=dtype, values=Values(seed=3), how=How(**how)).check()
-
-
 def answers(workers: GetWorkers, *cases: Case) -> Iterator[Answer]:
     return workers("torch").run(cases)
-
-
-def traces(workers: GetWorkers, *cases: Case) -> list[Trace]:
-    """Their traces, in the order of the cases; none of them is wrong."""
-    found = {a.case: a for a in answers(workers, *cases)}
-    return [sound(found[case]) for case in cases]
-
-
-def sound(answer: Answer) -> Trace:
-    """The trace of an answer that is right, but for what the framework is known to compute in a lower precision."""
-    judgement = judge(answer)
-    assert judgement.verdict.split(":")[0] in ("ok", "lossy"), f"{answer.case.to_json()!r}: {judgement.sentence}"
-    assert not judgement.faults
-    assert answer.outcome.trace is not None
-    return answer.outcome.trace
-
-
-def same_quantities(other: Trace, plain: Trace) -> None:
-    assert set(other.acts) == set(plain.acts)
-    assert set(other.cots) == set(plain.cots)
-    assert set(other.grads) == set(plain.grads)
 
 
 @each_block
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_mode_delivers_every_quantity_in_the_cases_dtype(dtype: Dtype, block: Any, workers: GetWorkers) -> None:
     modes = [m for m in INTERPRETED if m != "jvp" or dtype != "float16"]  # its forward mode of norms overflows
-    for mode, trace in zip(modes, traces(workers, *(case_of(block, dtype, mode=m) for m in modes)), strict=True):
+    for mode, trace in zip(
+        modes, traces(workers("torch"), *(case_of(block, dtype, mode=m) for m in modes)), strict=True
+    ):
         assert {v.dtype.name for part in trace.parts() for v in part.values()} == {dtype}
         if mode == "eager":
             plain = trace
@@ -105,7 +78,7 @@ def test_every_mode_delivers_every_quantity_in_the_cases_dtype(dtype: Dtype, blo
     ids=lambda case: case.block.kind,
 )
 def test_a_compiled_program_delivers_the_same(case: Case, workers: GetWorkers) -> None:
-    plain, *compiled = traces(workers, msgspec.structs.replace(case, how=How()), case)
+    plain, *compiled = traces(workers("torch"), msgspec.structs.replace(case, how=How()), case)
     for trace in compiled:
         same_quantities(trace, plain)
         assert set(trace.bare) == ({"out", *case.block.differentiated()} if case.how.bare else set())
@@ -114,7 +87,7 @@ def test_a_compiled_program_delivers_the_same(case: Case, workers: GetWorkers) -
 @each_block
 def test_tangents_and_gradients_are_adjoint(block: Any, workers: GetWorkers) -> None:
     case = case_of(block)
-    backward, forward = traces(workers, case, case_of(block, mode="jvp"))
+    backward, forward = traces(workers("torch"), case, case_of(block, mode="jvp"))
     x = block.input().name
     grads = {x: backward.cots[x], **backward.grads}
     there = case.tensors()["dy"] * forward.tangents["out"]
@@ -125,7 +98,7 @@ def test_tangents_and_gradients_are_adjoint(block: Any, workers: GetWorkers) -> 
 @each_block
 def test_the_bare_run_exposes_inputs_and_outputs_only(block: Any, workers: GetWorkers) -> None:
     modes = [m for m in INTERPRETED if m != "jvp"]
-    for trace in traces(workers, *(case_of(block, mode=m, bare=True) for m in modes)):
+    for trace in traces(workers("torch"), *(case_of(block, mode=m, bare=True) for m in modes)):
         x = block.input().name
         observed = {"out": trace.acts["out"], x: trace.cots[x], **trace.grads}
         assert {k: v.shape for k, v in trace.bare.items()} == {k: v.shape for k, v in observed.items()}
@@ -145,7 +118,7 @@ def test_the_bare_run_exposes_inputs_and_outputs_only(block: Any, workers: GetWo
     ids=str,
 )
 def test_no_realization_layout_or_memory_changes_the_function(how: dict[str, Any], workers: GetWorkers) -> None:
-    traces(workers, *(case_of(block, **how) for block in BLOCKS))
+    traces(workers("torch"), *(case_of(block, **how) for block in BLOCKS))
 
 
 @pytest.mark.parametrize("conv", ["", *OFFER.convs])
@@ -161,13 +134,13 @@ def test_every_convolution_takes_every_padding(conv: str, depthwise: bool, layou
     cases = [drawn(p, bias=True, stride=s) for p in paddings for s in (1, 2)]
     cases += [drawn("explicit", pads=pads) for pads in ((1, 1, 2, 2), (1, 0, 2, 1), (-1, 2, 0, -2), (4, 4, 4, 4))]
     cases += [drawn("valid", n=0), drawn("xla_same", k=4)]
-    traces(workers, *cases)
+    traces(workers("torch"), *cases)
 
 
 def test_a_step_is_taken_along_every_gradient_that_can_be_written_to(workers: GetWorkers) -> None:
     for memory in ("", "step", "offset", "transposed"):
         case = msgspec.structs.replace(case_of(UIB, params=memory, mode="checkpoint"), lr=0.1)
-        (trace,) = traces(workers, case)
+        (trace,) = traces(workers("torch"), case)
         assert set(trace.updates) == set(trace.grads)
 
 

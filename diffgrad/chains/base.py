@@ -30,6 +30,11 @@ class Link:
     constants: tuple[str, ...] = ()
     slot: str = ""
 
+    @property
+    def title(self) -> str:
+        """The link's name in verdicts: ``op@site``."""
+        return f"{self.op.name}@{self.writes}"
+
 
 @dataclass(frozen=True)
 class Chain:

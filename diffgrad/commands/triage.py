@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from diffgrad.commands.files import probe, write_json, write_text
 from diffgrad.corpus import Corpus
 from diffgrad.errors import UsageError
+from diffgrad.show import console
 from diffgrad.triage import STATUSES, Row, bug_report, rows, run_now, version_range
 
 _COLOURS = {"open": "bold red", "convention": "yellow", "fixed": "green"}
@@ -55,8 +54,7 @@ def triage(
 
 def show(listed: list[Row], folder: Path) -> None:
     """The table, for people."""
-    # A pipe has no width of its own; tables keep theirs.
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    out = console()
     table = Table(box=None, pad_edge=False)
     for column in ("id", "status", "signature", "seen in", "link"):
         table.add_column(column, overflow="fold")
@@ -66,8 +64,8 @@ def show(listed: list[Row], folder: Path) -> None:
         status = f"[{_COLOURS[row.status]}]{row.status}[/]"
         cells = (row.signature, version_range(row.seen), row.link or "-")
         table.add_row(escape(row.short), status, *map(escape, cells), age)
-    console.print(table)
+    out.print(table)
     counts = Counter(row.status for row in listed)
-    console.print(f"{len(listed)} in {escape(str(folder))}: " + ", ".join(f"{counts[s]} {s}" for s in STATUSES) + ".")
+    out.print(f"{len(listed)} in {escape(str(folder))}: " + ", ".join(f"{counts[s]} {s}" for s in STATUSES) + ".")
     if listed:
-        console.print(f"diffgrad triage {escape(listed[0].short)} writes its bug report.")
+        out.print(f"diffgrad triage {escape(listed[0].short)} writes its bug report.")

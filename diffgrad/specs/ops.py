@@ -59,8 +59,8 @@ class ConvOpSpec(MapSpec, frozen=True, kw_only=True, tag="op_conv"):
         return (kernel, Tensor("b", (self.oc,), "beta")) if self.bias else (kernel,)
 
 
-class BatchNormOpSpec(MapSpec, frozen=True, kw_only=True, tag="op_bn"):
-    """One batch norm in training mode, on [n,c,h,w]."""
+class _ChannelsSpec(MapSpec, frozen=True, kw_only=True):
+    """An op from a map [n,c,h,w] to one of the same shape, unless it says otherwise."""
 
     c: int
 
@@ -73,6 +73,32 @@ class BatchNormOpSpec(MapSpec, frozen=True, kw_only=True, tag="op_bn"):
 
     def output_shape(self) -> tuple[int, ...]:
         return self.input().shape
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+class _RowsSpec(Spec, frozen=True, kw_only=True):
+    """An op without parameters from [n,size] to [n,size]."""
+
+    size: int
+
+    def check(self) -> None:
+        super().check()
+        self.at_least("size", 1)
+
+    def input(self) -> Tensor:
+        return Tensor("x", (self.n, self.size), "input")
+
+    def output_shape(self) -> tuple[int, ...]:
+        return self.input().shape
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+class BatchNormOpSpec(_ChannelsSpec, frozen=True, kw_only=True, tag="op_bn"):
+    """One batch norm in training mode, on [n,c,h,w]."""
 
     def parameters(self) -> tuple[Tensor, ...]:
         return Tensor("g", (self.c,), "gamma"), Tensor("bt", (self.c,), "beta")
@@ -104,24 +130,10 @@ class LayerNormOpSpec(Spec, frozen=True, kw_only=True, tag="op_ln"):
         return Tensor("g", shape, "gamma"), Tensor("bt", shape, "beta")
 
 
-class ActivationOpSpec(Spec, frozen=True, kw_only=True, tag="op_act"):
+class ActivationOpSpec(_RowsSpec, frozen=True, kw_only=True, tag="op_act"):
     """One activation, on [n,size]; nothing precedes it, so that an exact 0 tests the convention at the kink."""
 
-    size: int
     act: Act = "relu"
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("size", 1)
-
-    def input(self) -> Tensor:
-        return Tensor("x", (self.n, self.size), "input")
-
-    def output_shape(self) -> tuple[int, ...]:
-        return self.input().shape
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        return ()
 
 
 class DenseOpSpec(Spec, frozen=True, kw_only=True, tag="op_dense"):
@@ -145,86 +157,37 @@ class DenseOpSpec(Spec, frozen=True, kw_only=True, tag="op_dense"):
         return Tensor("W", (self.i, self.o), "matrix"), Tensor("b", (self.o,), "beta")
 
 
-class PoolOpSpec(MapSpec, frozen=True, kw_only=True, tag="op_pool"):
+class PoolOpSpec(_ChannelsSpec, frozen=True, kw_only=True, tag="op_pool"):
     """One global average pooling, [n,c,h,w] -> [n,c,1,1]."""
-
-    c: int
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("c", 1)
-
-    def input(self) -> Tensor:
-        return Tensor("x", (self.n, self.c, self.h, self.w), "input")
 
     def output_shape(self) -> tuple[int, ...]:
         return (self.n, self.c, 1, 1)
 
-    def parameters(self) -> tuple[Tensor, ...]:
-        return ()
 
-
-class LayerScaleOpSpec(MapSpec, frozen=True, kw_only=True, tag="op_scale"):
+class LayerScaleOpSpec(_ChannelsSpec, frozen=True, kw_only=True, tag="op_scale"):
     """One layer scale on [n,c,h,w], gamma per channel [c] or per element [c,h,w]."""
 
-    c: int
     scale: Literal["channel", "element"] = "channel"
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("c", 1)
-
-    def input(self) -> Tensor:
-        return Tensor("x", (self.n, self.c, self.h, self.w), "input")
-
-    def output_shape(self) -> tuple[int, ...]:
-        return self.input().shape
 
     def parameters(self) -> tuple[Tensor, ...]:
         return (Tensor("g", (self.c,) if self.scale == "channel" else (self.c, self.h, self.w), "gamma"),)
 
 
-class DropPathOpSpec(Spec, frozen=True, kw_only=True, tag="op_drop"):
+class DropPathOpSpec(_RowsSpec, frozen=True, kw_only=True, tag="op_drop"):
     """One stochastic-depth site, on [n,size]."""
 
-    size: int
     drop: Drop
 
     def check(self) -> None:
         super().check()
-        self.at_least("size", 1)
         check_drop(f"{self.kind}.drop", self.drop, self.n)
-
-    def input(self) -> Tensor:
-        return Tensor("x", (self.n, self.size), "input")
-
-    def output_shape(self) -> tuple[int, ...]:
-        return self.input().shape
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        return ()
 
     def constants(self) -> tuple[Tensor, ...]:
         return (Tensor("drop", (self.n,), "drop"),)
 
 
-class SoftmaxOpSpec(Spec, frozen=True, kw_only=True, tag="op_softmax"):
+class SoftmaxOpSpec(_RowsSpec, frozen=True, kw_only=True, tag="op_softmax"):
     """One softmax over the last axis of [n,size]."""
-
-    size: int
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("size", 1)
-
-    def input(self) -> Tensor:
-        return Tensor("x", (self.n, self.size), "input")
-
-    def output_shape(self) -> tuple[int, ...]:
-        return self.input().shape
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        return ()
 
 
 class AttentionCoreOpSpec(Spec, frozen=True, kw_only=True, tag="op_sdpa"):
