@@ -60,6 +60,7 @@ from diffgrad.specs import (
     VitHeadSpec,
     VitSpec,
 )
+from diffgrad.specs.ops import shown
 from diffgrad.trace import Arrays, Trace
 
 Program = tuple[Callable[..., Seen], dict[str, tuple[int, ...]]]
@@ -353,12 +354,13 @@ class JaxAdapter(Adapter):
 
     def op_softmax(self, b: SoftmaxOpSpec, t: Tensors, tap: Tap) -> jax.Array:
         """One softmax of rows."""
-        return jax.nn.softmax(t["x"])
+        return jax.nn.softmax(jnp.where(jnp.array(shown(b.mask)), t["x"], -jnp.inf) if b.mask else t["x"])
 
     def op_sdpa(self, b: AttentionCoreOpSpec, t: Tensors, tap: Tap) -> jax.Array:
         """One attention core."""
         q, k, v = (t[s].reshape(b.n, b.t, b.heads, b.head_dim) for s in "xkv")
-        return jax.nn.dot_product_attention(q, k, v).reshape(t["x"].shape)
+        mask = jnp.array([[shown(b.mask)]]) if b.mask else None
+        return jax.nn.dot_product_attention(q, k, v, mask=mask).reshape(t["x"].shape)
 
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

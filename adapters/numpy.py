@@ -313,11 +313,11 @@ class NumpyAdapter(Primitives, Adapter):
 
     def op_softmax(self, b: SoftmaxOpSpec, t: dict[str, Var], tap: Tap) -> Var:
         """A softmax of rows alone."""
-        return self.softmax(t["x"])
+        return self.softmax(t["x"], mask=b.mask)
 
     def op_sdpa(self, b: AttentionCoreOpSpec, t: dict[str, Var], tap: Tap) -> Var:
         """An attention core alone, on q (the input), k and v."""
-        p = self.softmax(self.scores(t["x"], t["k"], b.heads))
+        p = self.softmax(self.scores(t["x"], t["k"], b.heads), mask=b.mask)
         return self.weighted(p, t["v"], b.heads)
 
     def step(self, theta: Floats, gradient: Floats, lr: float) -> Floats:

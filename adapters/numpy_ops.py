@@ -5,10 +5,12 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 from scipy.special import erf
 
 from diffgrad.adapters.numpy_tape import Floats, Var
 from diffgrad.specs import EPS
+from diffgrad.specs.ops import Mask, shown
 from diffgrad.specs.vit import TokenNorm
 
 Padding = str | tuple[int, int, int, int]
@@ -80,11 +82,18 @@ class Primitives:
         """The head's width, whose root divides the scores."""
         return int(slabs.shape[-1])
 
-    def softmax(self, z: Var, axis: int = -1) -> Var:
-        """Softmax of every row."""
-        powers = np.exp(z.value - z.value.max(axis, keepdims=True))
-        p = powers / powers.sum(axis, keepdims=True)
+    def softmax(self, z: Var, axis: int = -1, mask: Mask = ()) -> Var:
+        """Softmax of every row, of what the mask shows; 0 where it shows nothing."""
+        value = np.where(self.shown(mask), z.value, -np.inf) if mask else z.value
+        top = value.max(axis, keepdims=True)
+        powers = np.exp(value - np.where(np.isneginf(top), 0, top))
+        norm = powers.sum(axis, keepdims=True)
+        p = powers / np.where(norm == 0, 1, norm)
         return Var(p, (z,), lambda dp: (self.softmax_back(p, dp, axis),))
+
+    def shown(self, mask: Mask) -> NDArray[np.bool_]:
+        """What a mask leaves."""
+        return np.array(shown(mask))
 
     def softmax_back(self, p: Floats, dp: Floats, axis: int) -> Floats:
         return np.asarray(p * (dp - (p * dp).sum(axis, keepdims=True)))

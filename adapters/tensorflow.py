@@ -58,6 +58,7 @@ from diffgrad.specs import (
     VitHeadSpec,
     VitSpec,
 )
+from diffgrad.specs.ops import shown
 from diffgrad.trace import Arrays, Trace
 
 # Compiled programs that are kept; a case's observed and bare runs follow each other, so old ones are of no more use.
@@ -353,12 +354,13 @@ class TensorFlowAdapter(Adapter):
 
     def op_softmax(self, b: SoftmaxOpSpec, t: Tensors, tap: Tap) -> Any:
         """One softmax."""
-        return tf.nn.softmax(t["x"])
+        return tf.nn.softmax(tf.where(shown(b.mask), t["x"], t["x"].dtype.as_numpy_dtype("-inf")) if b.mask else t["x"])
 
     def op_sdpa(self, b: AttentionCoreOpSpec, t: Tensors, tap: Tap) -> Any:
         """One attention core."""
         q, k, v = (tf.reshape(t[s], (b.n, b.t, b.heads, b.head_dim)) for s in ("x", "k", "v"))
-        return tf.reshape(keras.ops.dot_product_attention(q, k, v), t["x"].shape)
+        mask = tf.constant([[shown(b.mask)]]) if b.mask else None
+        return tf.reshape(keras.ops.dot_product_attention(q, k, v, mask=mask), t["x"].shape)
 
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {

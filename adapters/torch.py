@@ -47,6 +47,7 @@ from diffgrad.specs import (
     VitSpec,
 )
 from diffgrad.specs.base import Blocks
+from diffgrad.specs.ops import Mask, shown
 from diffgrad.trace import Arrays, Trace
 
 
@@ -335,12 +336,17 @@ class TorchAdapter(Layers, Adapter):
 
     def op_softmax(self, b: SoftmaxOpSpec, t: Tensors, tap: Tap) -> torch.Tensor:
         """One softmax."""
-        return torch.softmax(t["x"], -1)
+        x = t["x"].masked_fill(~_mask(b.mask, t["x"]), -torch.inf) if b.mask else t["x"]
+        return torch.softmax(x, -1)
 
     def op_sdpa(self, b: AttentionCoreOpSpec, t: Tensors, tap: Tap) -> torch.Tensor:
         """One attention core; the input is q."""
         q, k, v = (_slabs(t[s], b.heads) for s in ("x", "k", "v"))
-        return self.sdpa(q, k, v, b.core).transpose(1, 2).flatten(2)
+        return self.sdpa(q, k, v, b.core, _mask(b.mask, q) if b.mask else None).transpose(1, 2).flatten(2)
+
+
+def _mask(mask: Mask, like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(shown(mask), device=like.device)
 
 
 def _slabs(v: torch.Tensor, heads: int) -> torch.Tensor:

@@ -57,12 +57,14 @@ class Layers:
             return LAYER_NORMS[self.how.norm](self.made, x, g.shape, g, b)
         return LAYER_NORMS[self.how.norm](self.made, x, x.shape[2:], None, None) * g + b
 
-    def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: str) -> torch.Tensor:
+    def sdpa(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: str, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Fused attention, [N,heads,T,d]; ``fused_math`` leaves only the kernel that is made of matrix products."""
         if core != "fused_math":
-            return F.scaled_dot_product_attention(q, k, v)
+            return F.scaled_dot_product_attention(q, k, v, mask)
         with sdpa_kernel([SDPBackend.MATH]):
-            return F.scaled_dot_product_attention(q, k, v)
+            return F.scaled_dot_product_attention(q, k, v, mask)
 
 
 def explicit(x: torch.Tensor, pads: tuple[int, int, int, int]) -> tuple[torch.Tensor, Padding]:

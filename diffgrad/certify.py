@@ -153,22 +153,34 @@ def _dense(pick: Any, draw: _Draw) -> Instance:
 
 
 def _heads(op: type[Scores | Weighted | Attention | AttentionCore]) -> Callable[[Any, _Draw], Instance]:
-    """Q and K for the scores, P and V for the weighted sum, Q, K and V for the core, or K and V as its parameters."""
+    """Q and K for the scores, P and V for the weighted sum, Q, K and V for the core, or K and V as its parameters.
+
+    Of a core's masks some hide a whole row.
+    """
 
     def make(pick: Any, draw: _Draw) -> Instance:
         n, t, heads, d = pick(1, 3), pick(1, 5), pick(1, 3), pick(1, 4)
         tokens = [draw(n, t, heads * d) for _ in range(3)]
         if op is Weighted:
             return op(heads), (np.abs(draw(n, heads, t, t)), tokens[0]), ()
-        if op is AttentionCore:
-            return op(heads), tuple(tokens[:1]), tuple(tokens[1:])
-        return op(heads), tuple(tokens[: 2 if op is Scores else 3]), ()
+        if op is Scores:
+            return op(heads), tuple(tokens[:2]), ()
+        core = Attention(heads, mask=_mask(pick, t, t), uniform_empty=bool(pick(0, 1)))
+        return (AttentionCore(core), (tokens[0],), tuple(tokens[1:])) if op is AttentionCore else (core, (*tokens,), ())
 
     return make
 
 
+def _mask(pick: Any, rows: int, places: int) -> tuple[str, ...]:
+    if pick(0, 1):
+        return ()
+    return tuple("".join(str(min(1, pick(0, 2))) for _ in range(places)) for _ in range(rows))
+
+
 def _softmaxrows(pick: Any, draw: _Draw) -> Instance:
-    return SoftmaxRows(), (3.0 * draw(pick(1, 2), pick(1, 3), pick(1, 5), pick(1, 5)),), ()
+    rows, places = pick(1, 5), pick(1, 5)
+    op = SoftmaxRows(mask=_mask(pick, rows, places), uniform_empty=bool(pick(0, 1)))
+    return op, (3.0 * draw(pick(1, 2), pick(1, 3), rows, places),), ()
 
 
 def _prependcls(pick: Any, draw: _Draw) -> Instance:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from diffgrad.adapters.base import Tap
 from diffgrad.adapters.numpy import AnyUib, Floats, NumpyAdapter, Var
@@ -35,6 +36,7 @@ from diffgrad.specs import (
     UibSpec,
     UibStridedSpec,
 )
+from diffgrad.specs.ops import Mask
 from diffgrad.specs.vit import TokenNorm
 from diffgrad.strategies import cases, sample
 
@@ -289,8 +291,8 @@ class _RootOfWidth(NumpyAdapter):
 
 
 class _SoftmaxOverQueries(NumpyAdapter):
-    def softmax(self, z: Var, axis: int = -1) -> Var:
-        return super().softmax(z, -2)
+    def softmax(self, z: Var, axis: int = -1, mask: Mask = ()) -> Var:
+        return super().softmax(z, -2, mask)
 
 
 class _SoftmaxNotCentred(NumpyAdapter):
@@ -535,10 +537,27 @@ class _WrongExample(NumpyAdapter):
 class _FirstBlock(NumpyAdapter):
     """A row's exponentials are summed over its first 256."""
 
-    def softmax(self, z: Var, axis: int = -1) -> Var:
+    def softmax(self, z: Var, axis: int = -1, mask: Mask = ()) -> Var:
+        if mask:
+            return super().softmax(z, axis, mask)
         powers = np.exp(z.value - z.value.max(axis, keepdims=True))
         p = powers / powers[..., :256].sum(axis, keepdims=True)
         return Var(p, (z,), lambda dp: (self.softmax_back(p, dp, axis),))
+
+
+class _MaskTurned(NumpyAdapter):
+    """A key sees the queries that should see it."""
+
+    def shown(self, mask: Mask) -> NDArray[np.bool_]:
+        return super().shown(mask).T
+
+
+class _MaskAfter(NumpyAdapter):
+    """What is hidden takes its share of the row before it is taken out."""
+
+    def softmax(self, z: Var, axis: int = -1, mask: Mask = ()) -> Var:
+        p, kept = super().softmax(z, axis), self.shown(mask) if mask else np.array(True)
+        return Var(p.value * kept, (p,), lambda dy: (dy * kept,))
 
 
 class _KeysUnscaled(NumpyAdapter):
@@ -761,6 +780,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("op_softmax",),
     ),
     Mutant("first_block", "a row normed by its first 256", _FirstBlock, ("softmaxrows activation",), ("op_softmax",)),
+    Mutant("mask_turned", "queries for keys in the mask", _MaskTurned, ("attention activation",), ("op_sdpa",)),
+    Mutant(
+        "mask_after",
+        "the mask behind the softmax",
+        _MaskAfter,
+        ("softmaxrows activation", "attention activation"),
+        ("op_softmax", "op_sdpa"),
+    ),
     Mutant("keys_unscaled", "dK without 1/sqrt(d)", _KeysUnscaled, ("attention gradient",), ("op_sdpa",)),
     Mutant("part_per_thousand", "gamma's gradient off by 0.1%", _PartPerThousand, ("batchnorm gradient",)),
 )

@@ -19,6 +19,7 @@ from diffgrad.check import Quantity
 from diffgrad.corpus import Entry
 from diffgrad.reduce import shortest
 from diffgrad.specs import EPS, Spec
+from diffgrad.specs.ops import shown
 
 Array = NDArray[Any]
 
@@ -57,7 +58,7 @@ FORWARDS: dict[str, dict[str, Callable[[Any], str]]] = {
         "op_dense": lambda s: "F.linear(x, W.T, b)",
         "op_pool": lambda s: "F.adaptive_avg_pool2d(x, 1)",
         "op_scale": lambda s: "x * g" + (".reshape(-1, 1, 1)" if s.scale == "channel" else ""),
-        "op_softmax": lambda s: "torch.softmax(x, -1)",
+        "op_softmax": lambda s: f"torch.softmax({_hidden(s, 'torch.where(torch.tensor({}), x, -torch.inf)')}, -1)",
         "op_sdpa": lambda s: _torch_sdpa(s),
         "loss": lambda s: "F.cross_entropy(x, target)",
     },
@@ -75,10 +76,11 @@ FORWARDS: dict[str, dict[str, Callable[[Any], str]]] = {
         "op_dense": lambda s: "x @ W + b",
         "op_pool": lambda s: "jnp.mean(x, (1, 2), keepdims=True)",
         "op_scale": lambda s: "x * g" if s.scale == "channel" else "x * jnp.transpose(g, (1, 2, 0))",
-        "op_softmax": lambda s: "jax.nn.softmax(x)",
+        "op_softmax": lambda s: f"jax.nn.softmax({_hidden(s, 'jnp.where(jnp.array({}), x, -jnp.inf)')})",
         "op_sdpa": lambda s: (
             "jax.nn.dot_product_attention("
             + ", ".join(f"{v}.reshape{(s.n, s.t, s.heads, s.head_dim)}" for v in ("x", "k", "v"))
+            + (f", mask=jnp.array([[{shown(s.mask)}]])" if s.mask else "")
             + ").reshape(x.shape)"
         ),
         "loss": lambda s: "-jnp.sum(target * jax.nn.log_softmax(x)) / len(x)",
@@ -97,10 +99,11 @@ FORWARDS: dict[str, dict[str, Callable[[Any], str]]] = {
         "op_dense": lambda s: "tf.matmul(x, W) + b",
         "op_pool": lambda s: "tf.reduce_mean(x, (1, 2), keepdims=True)",
         "op_scale": lambda s: "x * g" if s.scale == "channel" else "x * tf.transpose(g, (1, 2, 0))",
-        "op_softmax": lambda s: "tf.nn.softmax(x)",
+        "op_softmax": lambda s: f"tf.nn.softmax({_hidden(s, 'tf.where({}, x, x.dtype.as_numpy_dtype(-np.inf))')})",
         "op_sdpa": lambda s: (
             "tf.reshape(keras.ops.dot_product_attention("
             + ", ".join(f"tf.reshape({v}, {(s.n, s.t, s.heads, s.head_dim)})" for v in ("x", "k", "v"))
+            + (f", mask=tf.constant([[{shown(s.mask)}]])" if s.mask else "")
             + "), x.shape)"
         ),
         "loss": lambda s: "tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(target, x))",
@@ -138,7 +141,13 @@ def _same(s: Any) -> tuple[int, int, int, int]:
 
 def _torch_sdpa(s: Any) -> str:
     heads = ", ".join(f"{v}.reshape{(s.n, s.t, s.heads, s.head_dim)}.transpose(1, 2)" for v in ("x", "k", "v"))
-    return f"F.scaled_dot_product_attention({heads}).transpose(1, 2).reshape(x.shape)"
+    mask = f", torch.tensor({shown(s.mask)})" if s.mask else ""
+    return f"F.scaled_dot_product_attention({heads}{mask}).transpose(1, 2).reshape(x.shape)"
+
+
+def _hidden(s: Any, masked: str) -> str:
+    """The input of a softmax, hidden by its mask if there is one."""
+    return masked.format(shown(s.mask)) if s.mask else "x"
 
 
 def _jax_conv(s: Any) -> str:

@@ -47,6 +47,7 @@ from diffgrad.ops import (
     Weighted,
 )
 from diffgrad.ops.attention import softmax, softmax_back
+from diffgrad.ops.mask import blank
 from diffgrad.ops.norm import Norm
 from diffgrad.oracle import Fed, Key, Tensors, Walk, as_fed
 from diffgrad.trace import Trace
@@ -202,7 +203,7 @@ def _attention(op: Op, xs: Operands, ps: Operands, dxs: Moving, dps: Moving) -> 
     q, k, v = xs
     scores, weighted = Scores(op.heads, op.products), Weighted(op.heads, op.products)
     shares = op._shares(q, k)
-    ds = _multilinear(scores, (q, k), (), dxs[:2], ())
+    ds = blank(_multilinear(scores, (q, k), (), dxs[:2], ()), op.softmax.seen)
     dp = softmax_back(shares, ds)
     if op.inner:
         # A kernel that holds the scores in less precision holds their tangents in it, too, and sums them in it.
@@ -213,7 +214,7 @@ def _attention(op: Op, xs: Operands, ps: Operands, dxs: Moving, dps: Moving) -> 
 
 def _attention_core(op: Op, xs: Operands, ps: Operands, dxs: Moving, dps: Moving) -> Bounded:
     assert isinstance(op, AttentionCore)
-    return _attention(Attention(op.heads, inner=op.inner), (*xs, *ps), (), (*dxs, *dps), ())
+    return _attention(op.core, (*xs, *ps), (), (*dxs, *dps), ())
 
 
 def _cross_entropy(op: Op, xs: Operands, ps: Operands, dxs: Moving, dps: Moving) -> Bounded:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -22,7 +23,7 @@ from diffgrad.specs import (
     SoftmaxOpSpec,
     Spec,
 )
-from diffgrad.specs.ops import Act, OpPadding
+from diffgrad.specs.ops import Act, Mask, OpPadding
 from diffgrad.strategies.sizes import (
     BATCHES,
     CHANNELS,
@@ -189,23 +190,50 @@ def op_drop(draw: st.DrawFn) -> DropPathOpSpec:
 
 
 @st.composite
+def hidden(draw: st.DrawFn, rows: int, places: int, empty: bool) -> Mask:
+    """Nothing hidden, what comes later, one column, any places, or whole rows (where a row may be empty)."""
+    kinds = ("nothing", "nothing", "later", "column", "places")
+    kind = draw(st.sampled_from((*kinds, "rows") if empty else kinds))
+    gone = np.zeros((rows, places), bool)
+    match kind:
+        case "nothing":
+            return ()
+        case "later":
+            gone = ~np.tri(rows, places, dtype=bool)
+        case "column":
+            gone[:, draw(st.integers(0, places - 1))] = True
+        case "places":
+            size = -(-rows * places // 8)
+            bits = np.frombuffer(draw(st.binary(min_size=size, max_size=size)), np.uint8)
+            gone = np.unpackbits(bits, count=rows * places).reshape(rows, places).astype(bool)
+        case "rows":
+            gone[draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=rows))] = True
+    if not empty:
+        gone[gone.all(1)] = False
+    return tuple("".join("10"[place] for place in row) for row in gone.astype(int))
+
+
+@st.composite
 def op_softmax(draw: st.DrawFn) -> SoftmaxOpSpec:
-    """Rows of one, short rows, and seldom long ones."""
+    """Rows of one, short rows, and seldom long ones; places hidden."""
     n = draw(BATCHES)
     if draw(RARELY):
         return SoftmaxOpSpec(n=min(n, 2), size=draw(LONG))
-    return SoftmaxOpSpec(n=n, size=draw(TOKENS))
+    size = draw(TOKENS)
+    return SoftmaxOpSpec(n=n, size=size, mask=draw(hidden(n, size, empty=False)))
 
 
 @st.composite
 def op_sdpa(draw: st.DrawFn) -> AttentionCoreOpSpec:
-    """One token, heads of width 1, both kernels."""
+    """One token, heads of width 1, both kernels, keys hidden and queries that see none."""
+    n, t, head_dim = draw(BATCHES), draw(TOKENS), draw(HEAD_DIMS)
     return AttentionCoreOpSpec(
-        n=draw(BATCHES),
-        t=draw(TOKENS),
-        heads=draw(st.integers(1, 4)),
-        head_dim=draw(HEAD_DIMS),
+        n=n,
+        t=t,
+        heads=fitting(draw, st.integers(1, 4), LARGEST // 2, n * t * head_dim),
+        head_dim=head_dim,
         core=draw(st.sampled_from(("fused", "fused_math"))),
+        mask=draw(hidden(t, t, empty=True)),
     )
 
 

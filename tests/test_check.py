@@ -17,6 +17,7 @@ from diffgrad.check import Quantity, Report, check_links, check_run
 from diffgrad.ops import BatchNorm, Copy, Dense, Products
 from diffgrad.oracle import Expected, Walk
 from diffgrad.specs import EPS, AttentionSpec, EncoderSpec, PatchEmbedSpec, Spec, TowerSpec, VitSpec
+from diffgrad.specs.ops import Mask
 from diffgrad.trace import Trace
 from diffgrad.values import Bits, Values
 from tests.helpers import KINDS, UIB, altered, ordinary, poked, run_numpy
@@ -456,8 +457,8 @@ class Float32Softmax(NumpyAdapter):
 
     factor = 1.0
 
-    def softmax(self, z: Var, axis: int = -1) -> Var:
-        low, real = super().softmax(Var(z.value.astype(np.float32)), axis), z.value.dtype
+    def softmax(self, z: Var, axis: int = -1, mask: Mask = ()) -> Var:
+        low, real = super().softmax(Var(z.value.astype(np.float32)), axis, mask), z.value.dtype
 
         def pull(dp: Floats) -> tuple[Floats, ...]:
             (dz,) = low.pull(dp.astype(np.float32))

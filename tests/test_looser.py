@@ -18,7 +18,7 @@ from diffgrad.bars import LOOSER_PRECISIONS, PRECISIONS, Bounded, quiet, recorde
 from diffgrad.chains import Chain, Link
 from diffgrad.check import check_links
 from diffgrad.judge import judge
-from diffgrad.ops import Conv2d, Dense, DropPath, GeluErf, GeluTanh, Op, SoftmaxRows, Swish
+from diffgrad.ops import Attention, AttentionCore, Conv2d, Dense, DropPath, GeluErf, GeluTanh, Op, SoftmaxRows, Swish
 from diffgrad.ops.fast import _TRANSFORMS as TRANSFORMS
 from diffgrad.ops.fast import Winograd
 from diffgrad.strategies import cases, sample
@@ -180,6 +180,25 @@ def softmax() -> Ran:
     return Ran(SoftmaxRows(), {"x": x, "dy": dy}, {"out": p.astype(np.float32), "x": dx.astype(np.float32)})
 
 
+def uniform(t: int = 3, d: int = 4) -> Ran:
+    """A core that hides with a large number: the first query sees nothing, and so it sees everything alike."""
+    q, k, v, dy = (normal(2, t, d, seed=s).astype(np.float64) for s in range(4))
+    hidden = np.ones((t, t), bool)
+    hidden[1:] = False
+    s = np.where(hidden, -1e30, q @ k.swapaxes(1, 2) / np.sqrt(d))
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = dy @ v.swapaxes(1, 2)
+    ds = np.where(hidden, 0, p * (dp - (p * dp).sum(-1, keepdims=True))) / np.sqrt(d)
+    got = {"out": p @ v, "x": ds @ k, "k": ds.swapaxes(1, 2) @ q, "v": p.swapaxes(1, 2) @ dy}
+    op = AttentionCore(Attention(mask=("0" * t, *("1" * t,) * (t - 1))))
+    given, delivered = (
+        {name: a.astype(np.float32) for name, a in arrays.items()}
+        for arrays in ({"x": q, "k": k, "v": v, "dy": dy}, got)
+    )
+    return Ran(op, given, delivered)
+
+
 # Subnormal results.
 
 
@@ -207,6 +226,7 @@ RUNS: dict[str, tuple[str, Callable[[], Ran]]] = {
     "swish with an approximate exponential": ("approximate_exp", lambda: swish(lambda x: 1 / (1 + about(np.exp(-x))))),
     "swish with an approximate tanh": ("approximate_tanh", lambda: swish(lambda x: (1 + about(np.tanh(x / 2))) / 2)),
     "softmax with an approximate exponential": ("approximate_exp", softmax),
+    "a query that sees nothing": ("uniform_empty_row", uniform),
     "float16 without subnormals": ("flush_to_zero", drop_path),
 }
 

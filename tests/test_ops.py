@@ -354,6 +354,44 @@ def test_one_key_takes_all_and_hands_nothing_back() -> None:
     assert not dz.val.any()
 
 
+def test_what_a_mask_hides_has_no_share_and_gets_no_cotangent() -> None:
+    z, dp = np.log([[1.0, 900.0, 3.0], [2.0, 2.0, 9.0]]), np.array([[4.0, 7.0, 0.0], [0.0, 8.0, 7.0]])
+    op = SoftmaxRows(mask=("101", "110"))
+    (dz,) = back(op, (z,), (), dp).inputs
+    y = op.bound(held((z,)), ())
+    assert inside(np.array([[1, 0, 3], [2, 2, 0]]) / 4, y)
+    assert inside(np.array([[3 / 4, 0, -3 / 4], [-2, 2, 0]]), dz)
+    assert not y.err[[0, 1], [1, 2]].any()
+    assert not dz.err[[0, 1], [1, 2]].any()
+
+
+@pytest.mark.parametrize(("uniform", "share"), [(False, 0.0), (True, 0.5)])
+def test_a_row_of_which_all_is_hidden(uniform: bool, share: float) -> None:
+    op = Attention(mask=("00", "10"), uniform_empty=uniform)
+    q, k, v, do = (Bits(i, "mask").normal((1, 2, 1)) for i in range(4))
+    y = op.bound(held((q, k, v)), ())
+    dq, dk, dv = back(op, (q, k, v), (), do).inputs
+    assert inside(np.array([[[share * v.sum()], [v[0, 0, 0]]]]), y)
+    assert not dq.val.any()
+    assert not dk.val.any()
+    assert inside(np.array([[[share * do[0, 0, 0] + do[0, 1, 0]], [share * do[0, 0, 0]]]]), dv)
+    assert uniform or not y.err[0, 0].any()
+
+
+@pytest.mark.parametrize(("hidden", "bounded"), [(3e4, True), (np.inf, False)])
+def test_a_hidden_score_matters_only_where_it_overflows(hidden: float, bounded: bool) -> None:
+    """A library adds -inf to it."""
+    z = recorded(np.array([[1.0, hidden]]), PRECISIONS["float16"])
+    with quiet():
+        assert bool(np.isfinite(SoftmaxRows(mask=("10",)).bound((z,), ()).err).all()) is bounded
+
+
+def test_a_row_below_the_number_that_hides_has_no_bound() -> None:
+    z = recorded(np.array([[-6e4, 0.0]]), PRECISIONS["float16"])
+    with quiet():
+        assert np.isinf(SoftmaxRows(mask=("10",)).bound((z,), ()).err).all()
+
+
 def attention(q: Floats, k: Floats, v: Floats, do: Floats, heads: int) -> dict[str, Floats]:
     """Every quantity of FORMULAS section 1, example by example and head by head."""
     n, t, width = q.shape

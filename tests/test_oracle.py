@@ -7,7 +7,7 @@ import pytest
 
 from diffgrad.bars import PRECISIONS
 from diffgrad.chains import Chain, Link, chain_of
-from diffgrad.ops import Add, BatchNorm, Conv2d, Copy, Dense, GeluTanh, Op, Relu, Relu6
+from diffgrad.ops import Add, BatchNorm, Conv2d, Copy, Dense, GeluTanh, LayerNorm, Op, Relu, Relu6
 from diffgrad.oracle import Expected, Key, Walk, end_to_end
 from diffgrad.trace import Trace
 from diffgrad.values import Bits
@@ -104,6 +104,41 @@ def test_the_cotangent_at_a_fork_is_the_sum_over_its_readers() -> None:
     e = Walk(fork, {"x": dy, "dy": dy}, P64).run()
     assert (e.cots["x"].val == 2 * dy).all()
     assert (e.cots["a"].val == dy).all()
+
+
+def residual_norm() -> Chain:
+    """x + layernorm(x)"""
+    return Chain(
+        (
+            Link(Copy(), ("x",), "c", "C"),
+            Link(LayerNorm(kind="token"), ("c",), "n", "N", ("g", "b")),
+            Link(Add(), ("n", "x"), "out", "dyOut"),
+        ),
+        "x",
+        "In",
+    )
+
+
+def test_a_norm_hands_its_cotangent_to_a_fork_in_parts_unless_it_is_observed() -> None:
+    """Each part is rounded where a large cotangent of the skip swallows it."""
+    chain, bits = residual_norm(), Bits(3, "fork")
+    x, g, b = (bits.normal(shape).astype(np.float32) for shape in ((6, 5), (5,), (5,)))
+    dy = (1e4 * bits.normal((6, 5))).astype(np.float32)
+    x *= 1e4
+    centred = x - x.mean(1, keepdims=True)
+    s = 1 / np.sqrt((centred * centred).mean(1, keepdims=True) + np.float32(1e-5))
+    d = g * dy * s
+    along = centred * s**2 * (d * centred).mean(1, keepdims=True)
+    in_parts = dy.copy()
+    for part in (d, -d.mean(1, keepdims=True), -along):
+        in_parts += part
+    tensors = {"x": x, "g": g, "b": b, "dy": dy}
+    e = end_to_end(chain, tensors, P32)
+    at_once = Walk(chain, tensors, P32, as_trace(e, "float32")).run()
+    error = np.abs(in_parts - e.cots["x"].val)
+    assert (error <= e.cots["x"].err).all()
+    assert (error > at_once.cots["x"].err).any()
+    assert (e.cots["x"].err < 8 * P32.u * np.abs(dy)).all()
 
 
 def test_the_walk_is_the_chain_rule_by_hand() -> None:

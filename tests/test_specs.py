@@ -35,6 +35,7 @@ from diffgrad.specs.ops import (
     LayerScaleOpSpec,
     OpPadding,
     PoolOpSpec,
+    SoftmaxOpSpec,
 )
 from diffgrad.strategies.blocks import SPECS
 from tests.helpers import KINDS, specs
@@ -160,6 +161,10 @@ def test_only_a_map_has_a_height_and_a_width(kind: str) -> None:
             ConvOpSpec(n=1, h=3, w=3, ic=1, oc=1, k=1, pads=(0, 0, 1, 0)),
             "op_conv.pads = (0, 0, 1, 0): only padding explicit takes them",
         ),
+        (AttentionCoreOpSpec(n=1, t=2, mask=("11",)), "op_sdpa.mask = ['11']: wants 2 strings of 2 characters"),
+        (AttentionCoreOpSpec(n=1, t=2, mask=("11", "1")), "op_sdpa.mask = ['11', '1']: wants 2 strings of 2"),
+        (SoftmaxOpSpec(n=1, size=2, mask=("1x",)), "op_softmax.mask = ['1x']: wants 1 strings of 2 characters, each 0"),
+        (SoftmaxOpSpec(n=2, size=2, mask=("11", "00")), "op_softmax.mask = ['11', '00']: hides a whole row"),
     ],
     ids=str,
 )

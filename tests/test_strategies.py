@@ -214,6 +214,10 @@ OP_CORNERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "a remainder of a vector": ("op_act", lambda s: s.size == 129),
     "no example kept": ("op_drop", lambda s: not any(s.drop.kept)),
     "element by element": ("op_scale", lambda s: s.scale == "element" and s.h != s.w),
+    "causal": ("op_sdpa", lambda s: s.mask[-2:-1] == ("1" * (s.t - 1) + "0",) and s.mask[0] == "1" + "0" * (s.t - 1)),
+    "a query that sees no key": ("op_sdpa", lambda s: "0" * s.t in s.mask and s.t > 1),
+    "a key that no query sees": ("op_sdpa", lambda s: len(set(s.mask)) == 1 and "0" in s.mask[0] and "1" in s.mask[0]),
+    "one number of a row seen": ("op_softmax", lambda s: s.size > 1 and any(r.count("1") == 1 for r in s.mask)),
     "several heads of width 1": ("op_sdpa", lambda s: s.heads > 1 == s.head_dim),
 }
 

@@ -23,6 +23,7 @@ from diffgrad.certify import OPS
 from diffgrad.chains import chain_of
 from diffgrad.check import Quantity
 from diffgrad.ops import (
+    Attention,
     AttentionCore,
     BatchNorm,
     Conv2d,
@@ -57,7 +58,7 @@ INSTANCES: dict[str, Instance] = {
     "gelu_erf": (GeluErf(), (TOKENS,), 1),
     "silu": (Swish(), (TOKENS,), 1),
     "softmax": (SoftmaxRows(), (TOKENS,), 1),
-    "sdpa": (AttentionCore(2), (TOKENS, TOKENS, TOKENS), 1),
+    "sdpa": (AttentionCore(Attention(2)), (TOKENS, TOKENS, TOKENS), 1),
     "cross_entropy": (SmoothedCrossEntropy(), ((4, 5), (4, 5)), 1),
 }
 

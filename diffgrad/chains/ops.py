@@ -7,6 +7,7 @@ from typing import Any
 
 from diffgrad.chains.base import Chain, Link
 from diffgrad.ops import (
+    Attention,
     AttentionCore,
     BatchNorm,
     Conv2d,
@@ -54,8 +55,8 @@ OPS: dict[str, Callable[[Any], Op]] = {
     "op_pool": lambda spec: GlobalAveragePool(),
     "op_scale": lambda spec: LayerScale(),
     "op_drop": lambda spec: DropPath(),
-    "op_softmax": lambda spec: SoftmaxRows(),
-    "op_sdpa": lambda spec: AttentionCore(spec.heads),
+    "op_softmax": lambda spec: SoftmaxRows(mask=spec.mask),
+    "op_sdpa": lambda spec: AttentionCore(Attention(spec.heads, mask=spec.mask)),
 }
 """Block name -> the op that it holds."""
 

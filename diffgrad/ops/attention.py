@@ -21,6 +21,7 @@ from diffgrad.bars import (
     bilinear,
     exp,
     gamma,
+    lift,
     neg,
     reciprocal,
     recorded,
@@ -29,6 +30,7 @@ from diffgrad.bars import (
     total,
 )
 from diffgrad.ops.base import Numbers, Op, Vjp
+from diffgrad.ops.mask import ALL, Seen, behind, blank, highest, seen
 from diffgrad.ops.products import EXACT, Products
 
 
@@ -103,25 +105,40 @@ class Scores(Op):
 class SoftmaxRows(Op):
     """p = softmax(z) over the last axis; dz = p*(dp - sum(p*dp)).
 
-    ``approximation`` is the relative error of a cheaper exponential.
+    ``approximation`` is the relative error of a cheaper exponential. What ``mask`` hides has a share of 0; where it
+    hides a whole row, the row is 0, or with ``uniform_empty`` all of it has the same share.
     """
 
     approximation: float = 0.0
+    mask: tuple[str, ...] = ()
+    uniform_empty: bool = False
 
     def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
         if y.p.name != "float32" or not self.loses(xs, ps, y):
             return {}
-        return {"approximate_exp": SoftmaxRows(APPROXIMATE)}
+        return {"approximate_exp": replace(self, approximation=APPROXIMATE)}
 
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
-        powers = np.exp(xs[0] - xs[0].real.max(-1, keepdims=True))
-        return np.asarray(powers / powers.sum(-1, keepdims=True))
+        z = np.where(self.seen, xs[0], highest(xs[0].real, self.seen))
+        powers = np.exp(z - z.real.max(-1, keepdims=True)) * self.shared
+        norm = powers.sum(-1, keepdims=True)
+        return np.asarray(powers / np.where(self.shared.any(-1, keepdims=True), norm, 1.0))
 
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
-        return softmax(xs[0], self.approximation)
+        return softmax(behind(xs[0], self.seen), self.approximation, self.shared)
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
-        return Vjp((softmax_back(softmax(xs[0], self.approximation), dy),), ())
+        return Vjp((blank(softmax_back(self.bound(xs, ps), dy), self.seen),), ())
+
+    @property
+    def seen(self) -> Seen:
+        """What the mask shows."""
+        return seen(self.mask)
+
+    @property
+    def shared(self) -> Seen:
+        """What has a share."""
+        return self.seen | (self.uniform_empty & ~self.seen.any(-1, keepdims=True))
 
 
 def softmax_parts(z: Bounded, approximation: float = 0.0) -> tuple[Bounded, Bounded, Bounded]:
@@ -132,10 +149,14 @@ def softmax_parts(z: Bounded, approximation: float = 0.0) -> tuple[Bounded, Boun
     return shifted, powers, total(powers, (z.val.ndim - 1,))
 
 
-def softmax(z: Bounded, approximation: float = 0.0) -> Bounded:
-    """softmax over the last axis."""
+def softmax(z: Bounded, approximation: float = 0.0, shared: Seen = ALL) -> Bounded:
+    """softmax over the last axis of what is ``shared``; a row of nothing is 0."""
     _, powers, norm = softmax_parts(z, approximation)
-    return powers * reciprocal(norm)
+    if shared.all():
+        return powers * reciprocal(norm)
+    powers = blank(powers, shared)
+    norm = total(powers, (z.val.ndim - 1,))
+    return powers * reciprocal(lift(np.where(shared.any(-1, keepdims=True), norm.val, 1.0), norm.err, norm.p))
 
 
 def softmax_back(p: Bounded, dp: Bounded, dot: Bounded | None = None) -> Bounded:
@@ -193,20 +214,29 @@ class Attention(Op):
     Such a kernel may subtract the logarithm of the sum instead of dividing by the sum, rescale partial results as the
     running maximum grows, and take sum(dO*O) for sum(P*dP) in the backward. Each has roundings of its own.
     ``inner`` is the unit roundoff of a kernel that holds S, P and their cotangents in less than the run's precision.
+    ``mask`` and ``uniform_empty`` are those of the softmax, the mask the same for every example and head.
     """
 
     heads: int = 1
     products: Products = EXACT
     inner: float = 0.0
+    mask: tuple[str, ...] = ()
+    uniform_empty: bool = False
 
     def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
         if self.products.bf16:
-            return {"bf16_core": Attention(self.heads, Products(True, bf16_result=True), U_BF16)}
-        return {"f32_softmax": replace(self, inner=PRECISIONS["float32"].u)} if y.p.name == "float64" else {}
+            return {"bf16_core": replace(self, products=Products(True, bf16_result=True), inner=U_BF16)}
+        models: dict[str, Op] = {}
+        if y.p.name == "float64":
+            models["f32_softmax"] = replace(self, inner=PRECISIONS["float32"].u)
+        if not self.softmax.shared.any(-1).all():
+            models["uniform_empty_row"] = uniform = replace(self, uniform_empty=True)
+            models |= {f"uniform_empty_row+{name}": op for name, op in uniform.looser(xs, ps, y).items()}
+        return models
 
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         q, k, v = xs
-        p = SoftmaxRows().forward((Scores(self.heads).forward((q, k), ()),), ())
+        p = self.softmax.forward((Scores(self.heads).forward((q, k), ()),), ())
         return Weighted(self.heads).forward((p, v), ())
 
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
@@ -222,8 +252,13 @@ class Attention(Op):
         other = bilinear(lambda a, b: (split(a, self.heads) * split(b, self.heads)).sum(-1, keepdims=True), dy, o, k=1)
         dot = dot.widen(other.err + summation(o.val.shape[2] // self.heads, dy.p, 2) * other.reach)
         ds = softmax_back(p, dp, dot).widen(4.0 * self.inner * p.mag * (dp.mag + dot.mag) + 4.0 * self._inner_tiny)
-        dq, dk = self._scores.vjp((q, k), (), ds).inputs
+        dq, dk = self._scores.vjp((q, k), (), blank(ds, self.softmax.seen)).inputs
         return Vjp((dq, dk, dv), ())
+
+    @property
+    def softmax(self) -> SoftmaxRows:
+        """The softmax within."""
+        return SoftmaxRows(mask=self.mask, uniform_empty=self.uniform_empty)
 
     @property
     def _scores(self) -> Scores:
@@ -234,9 +269,10 @@ class Attention(Op):
         return Weighted(self.heads, self.products)
 
     def _shares(self, q: Bounded, k: Bounded) -> Bounded:
-        s = self._scores.bound((q, k), ())
-        p = softmax(s.widen(2.0 * self.inner * s.mag))
-        return p.widen(p.mag * np.expm1(self._slack(s)) + self._inner_tiny)
+        s = behind(self._scores.bound((q, k), ()), self.softmax.seen)
+        p = softmax(s.widen(2.0 * self.inner * s.mag), shared=self.softmax.shared)
+        p = p.widen(p.mag * np.expm1(self._slack(s)) + self._inner_tiny)
+        return blank(p, self.softmax.shared)
 
     @property
     def _inner_tiny(self) -> float:
@@ -257,30 +293,25 @@ class Attention(Op):
 class AttentionCore(Op):
     """The core alone, on an input q and the parameters k and v, each [N,T,D]."""
 
-    heads: int = 1
-    inner: float = 0.0
+    core: Attention = Attention()
 
     @property
     def name(self) -> str:
-        return self._core.name
-
-    @property
-    def _core(self) -> Attention:
-        return Attention(self.heads, inner=self.inner)
+        return self.core.name
 
     def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
         return {
-            name: replace(self, inner=op.inner)
-            for name, op in self._core.looser((*xs, *ps), (), y).items()
+            name: AttentionCore(op)
+            for name, op in self.core.looser((*xs, *ps), (), y).items()
             if isinstance(op, Attention)
         }
 
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
-        return self._core.forward((*xs, *ps), ())
+        return self.core.forward((*xs, *ps), ())
 
     def bound(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...]) -> Bounded:
-        return self._core.bound((*xs, *ps), ())
+        return self.core.bound((*xs, *ps), ())
 
     def vjp(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], dy: Bounded) -> Vjp:
-        dq, dk, dv = self._core.vjp((*xs, *ps), (), dy).inputs
+        dq, dk, dv = self.core.vjp((*xs, *ps), (), dy).inputs
         return Vjp((dq,), (dk, dv))

@@ -30,6 +30,9 @@ class Op(ABC):
     kinks: ClassVar[tuple[float, ...]] = ()
     """Where the derivative jumps."""
 
+    uses: ClassVar[int] = 1
+    """How often a composed forward reads its input: autodiff adds as many parts up, each with a rounding."""
+
     @abstractmethod
     def forward(self, xs: tuple[Numbers, ...], ps: tuple[Numbers, ...]) -> Numbers:
         """The analytic forward map; also evaluated in complex128 by the certification."""

@@ -7,7 +7,22 @@ from typing import Literal
 
 import numpy as np
 
-from diffgrad.bars import Array, Axes, Bounded, Moments, add, composed, gamma, moments, neg, scale, summation, total
+from diffgrad.bars import (
+    PRECISIONS,
+    Array,
+    Axes,
+    Bounded,
+    Moments,
+    Precision,
+    add,
+    composed,
+    gamma,
+    moments,
+    neg,
+    scale,
+    summation,
+    total,
+)
 from diffgrad.ops.base import Numbers, Op, Vjp
 from diffgrad.specs import EPS
 
@@ -20,6 +35,8 @@ class Norm(Op):
 
     ``inv_std`` replaces the statistic by one that a run is known to have used, for a named looser model.
     """
+
+    uses = 4  # in the values, in their mean, and in the variance in both ways again
 
     eps: float = EPS
     inv_std: Bounded | None = field(default=None, compare=False)
@@ -70,7 +87,7 @@ class Norm(Op):
         present = m.inv_std.mag * (d.mag + mean_d.mag + along.mag)
         # Autodiff goes through centred, its square, their mean, the power and its products, and the two means.
         stored = composed(8, x.p) * present
-        dx = dx.widen(uncentred + stored + _flushes(m, g, present) + _cube_flush(m, d, axes))
+        dx = dx.widen(uncentred + stored + _flushes(m, g, present) + _cube_flush(x, m, d, axes))
         nodes = (_project(x, m, dy, shared), total(dy, shared))
         return Vjp((dx,), tuple(node.reshape(*p.val.shape) for node, p in zip(nodes, ps, strict=True)))
 
@@ -147,21 +164,32 @@ def _flushes(m: Moments, g: Bounded, present: Array) -> Array:
     """What flushed intermediates of the three terms may lose, in whatever order their factors are multiplied.
 
     A flush loses at most ``lost`` times the factors still to come: gamma and s in the first two terms; gamma, three s
-    and the centred value in the third. It never loses more than is there. The terms may overflow before they cancel.
+    and the centred value in the third. It never loses more than is there. The terms may overflow before they cancel;
+    in a fused kernel they are n times as large.
     """
     s = np.maximum(1.0, m.inv_std.mag)
     lost = 4.0 * g.p.lost * np.maximum(1.0, g.mag) * (s + m.centred.mag * s**3)
     # So may the cube of s, in float16.
-    return np.where((present <= g.p.largest) & (s**3 <= g.p.largest), np.minimum(present, lost), np.inf)
+    fits = (present <= g.p.largest) & (s**3 <= g.p.largest)
+    fits &= m.n * present * np.maximum(1.0, 1.0 / m.inv_std.mag) <= _in_kernels(g.p)
+    return np.where(fits, np.minimum(present, lost), np.inf)
 
 
-def _cube_flush(m: Moments, d: Bounded, axes: Axes) -> Array:
+def _in_kernels(p: Precision) -> float:
+    """The largest number within a fused kernel, which computes in float32 at the least."""
+    return max(p.largest, PRECISIONS["float32"].largest)
+
+
+def _cube_flush(x: Bounded, m: Moments, d: Bounded, axes: Axes) -> Array:
     """Autodiff of (v + eps)**-1/2 forms s**3/2 (over n), which a very large variance flushes to zero.
 
-    The sum it is multiplied with may overflow, too.
+    The sum it is multiplied with may overflow, and the product; in a fused kernel it is a sum of uncentred products.
     """
     along = (d.mag * m.centred.mag).sum(axes, keepdims=True)
+    uncentred = (d.mag * (x.mag + m.mean.mag)).sum(axes, keepdims=True)
     cube = m.inv_std.mag**3
     gone = np.where(cube < 2 * m.n * d.p.tiny, np.minimum(cube, 2 * m.n * d.p.lost), 0.0)
     lost = gone * along * m.centred.mag / m.n
-    return np.where(along <= d.p.largest, lost, np.inf)
+    grown = np.maximum(1.0, cube)
+    fits = (along * grown <= d.p.largest) & (uncentred * grown <= _in_kernels(d.p))
+    return np.where(fits, lost, np.inf)

@@ -186,22 +186,50 @@ class DropPathOpSpec(_RowsSpec, frozen=True, kw_only=True, tag="op_drop"):
         return (Tensor("drop", (self.n,), "drop"),)
 
 
+Mask = tuple[str, ...]
+"""A string per row, "1" where a place is seen and "0" where it is hidden. Without a string all is seen."""
+
+
+def check_mask(where: str, mask: Mask, rows: int, places: int) -> None:
+    """Raises CaseError unless the mask has the right size, if it is one."""
+    if mask and (len(mask) != rows or any(len(row) != places or set(row) - {"0", "1"} for row in mask)):
+        raise CaseError(f"{where} = {list(mask)}: wants {rows} strings of {places} characters, each 0 or 1")
+
+
+def shown(mask: Mask) -> list[list[bool]]:
+    """Whether each place of each row is seen."""
+    return [[place == "1" for place in row] for row in mask]
+
+
 class SoftmaxOpSpec(_RowsSpec, frozen=True, kw_only=True, tag="op_softmax"):
-    """One softmax over the last axis of [n,size]."""
+    """One softmax over the last axis of [n,size]. What ``mask`` hides is -inf; of every row something is seen."""
+
+    mask: Mask = ()
+
+    def check(self) -> None:
+        super().check()
+        check_mask(f"{self.kind}.mask", self.mask, self.n, self.size)
+        if any("1" not in row for row in self.mask):
+            raise CaseError(f"{self.kind}.mask = {list(self.mask)}: hides a whole row, which has no softmax")
 
 
 class AttentionCoreOpSpec(Spec, frozen=True, kw_only=True, tag="op_sdpa"):
-    """One attention core on q, k, v [n,t,heads*head_dim], no projections: ``x`` is q, and k and v are parameters."""
+    """One attention core on q, k, v [n,t,heads*head_dim], no projections: ``x`` is q, and k and v are parameters.
+
+    Row i of ``mask`` says which keys query i sees, in every example and head. A query that sees none gives 0.
+    """
 
     t: int
     heads: int = 1
     head_dim: int = 1
     core: Literal["fused", "fused_math"] = "fused"
+    mask: Mask = ()
 
     def check(self) -> None:
         super().check()
         for field in ("t", "heads", "head_dim"):
             self.at_least(field, 1)
+        check_mask(f"{self.kind}.mask", self.mask, self.t, self.t)
 
     def input(self) -> Tensor:
         return Tensor("x", (self.n, self.t, self.heads * self.head_dim), "input")
