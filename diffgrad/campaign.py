@@ -15,9 +15,10 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from diffgrad.adapters.registry import compiled, mode_of, offers
+from diffgrad.adapters.registry import compiled, load, mode_of, offers
 from diffgrad.case import Case
 from diffgrad.chains import chain_of
+from diffgrad.check import Quantity
 from diffgrad.corpus import Corpus, Entry
 from diffgrad.how import PLAIN, Device
 from diffgrad.journal import Journal, forget, ownerless, recover
@@ -25,6 +26,7 @@ from diffgrad.judge import Fault, Judgement, judge
 from diffgrad.reduce import MOST_EXPLICIT, explicit, fewer, single_op
 from diffgrad.strategies import Batch, batches, sample
 from diffgrad.strategies.cases import DTYPES, hows, quiet_settings
+from diffgrad.trace import Trace
 from diffgrad.witness import witnesses
 from diffgrad.worker import Answer, Runner
 
@@ -370,9 +372,6 @@ class Campaign:
 
     def _reduce(self, hunt: _Hunt, answer: Answer, fault: Fault) -> None:
         """Shrink on past Hypothesis: to the op that is at fault, on few and simple numbers."""
-        q = fault.quantity
-        if q is None or answer.outcome.trace is None:
-            return
         until = time.monotonic() + _SHRINK_SECONDS
 
         def fails(case: Case) -> bool:
@@ -387,8 +386,8 @@ class Campaign:
 
         alone = hunt.case if len(chain_of(hunt.case.block).links) == 1 else None
         if alone is None:
-            alone = single_op(hunt.case, answer.outcome.trace, q.link.partition("@")[2])
-            if alone is None or not fails(alone):
+            alone = next(filter(fails, _ops_of(hunt.case, answer.outcome.trace, fault.quantity)), None)
+            if alone is None:
                 return
         written_out = explicit(alone.block, alone.tensors(), alone)
         if sum(v.size for v in alone.tensors().values()) <= MOST_EXPLICIT and fails(written_out):
@@ -424,6 +423,19 @@ class Campaign:
                 cell.worst = max(cell.worst, report.worst_ratio)
                 t.worst[name] = max(t.worst.get(name, 0.0), report.worst_ratio)
         return judgement
+
+
+def _ops_of(case: Case, trace: Trace | None, blamed: Quantity | None) -> Iterator[Case]:
+    """The op that is to blame as a case of its own; every op of the block, on a reference run, where none is."""
+    sites = [blamed.link.partition("@")[2]] if blamed is not None else [k.writes for k in chain_of(case.block).links]
+    if blamed is None:
+        trace = load("numpy").run(replace(case, how=PLAIN)).trace
+    if trace is None:
+        return
+    for site in sites:
+        alone = single_op(case, trace, site)
+        if alone is not None:
+            yield alone
 
 
 def _bin(ratio: float) -> float:

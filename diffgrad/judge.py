@@ -69,7 +69,7 @@ def judge(answer: Answer) -> Judgement:
         if outcome.status not in RUN_FAULTS:
             return Judgement(outcome.status, outcome.reason)
         kind = _exception(outcome.reason) if outcome.status == "error" else case.block.kind
-        sentence = f"{outcome.status}: {outcome.reason}"
+        sentence = f"{outcome.status}: {_brief(outcome.reason)}"
         signature = _signature(answer.adapter, case, "run", outcome.status, kind)
         return Judgement(outcome.status, sentence, (Fault(signature, sentence),))
     report = _report(case, outcome.trace, compiled(answer.adapter, case.how))
@@ -113,6 +113,16 @@ def signature_of(adapter: str, case: Case, fault: Quantity) -> Signature:
     link = "+".join(part.split("@")[0] for part in fault.link.split("+"))
     condition = f"{fault.what} {fault.defect}".strip()
     return _signature(adapter, case, link, fault.verdict, condition)
+
+
+def _brief(reason: str) -> str:
+    """A message without the stack that some put into it, in one line of some length."""
+    lines = [line.strip() for line in reason.splitlines()]
+    told = " ".join(line for line in lines if line and not line.startswith(('File "', "Detected at node")))
+    return told if len(told) <= _LETTERS else told[:_LETTERS] + "..."
+
+
+_LETTERS = 400
 
 
 def _exception(reason: str) -> str:

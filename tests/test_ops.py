@@ -312,6 +312,27 @@ def test_batchnorm_as_libraries_write_it_is_within_the_bar(form: str, key: int, 
     assert inside(dg, got.params[0])
 
 
+@pytest.mark.parametrize(("power", "overflows"), [(118, False), (123, True)])
+def test_a_norm_may_overflow_before_its_terms_cancel(power: int, overflows: bool) -> None:
+    """A fused kernel multiplies by n first, autodiff by s**3, and a small variance makes that large."""
+    x, dy = Bits(1, "x").normal((1, 4)).astype(np.float32) / 8, np.array([[1, -2, 2, 0.5]], np.float32)
+    dy = np.asarray(dy * np.float32(2.0**power))
+    with quiet():
+        centred = x - x.mean()
+        s = 1 / np.sqrt((centred * centred).mean() + np.float32(EPS))
+        fused = s / 4 * (4 * dy - dy.sum() - centred * s * (dy * centred * s).sum())
+        composed = s * dy - centred * (s * s * s * (dy * centred).sum()) / 4
+        composed -= composed.mean()
+        given = x.astype(np.float64), dy.astype(np.float64)
+        (dx,) = back(LayerNorm(kind="token"), given[:1], (np.ones(4), np.zeros(4)), given[1], P32).inputs
+    assert not np.isfinite(np.stack((fused, composed))).all() == overflows
+    assert np.isinf(dx.err).all() == overflows
+    assert np.isfinite(dx.val).all()
+    assert (np.abs(dx.val) < P32.largest).all()
+    assert overflows or (np.abs(fused - dx.val) <= dx.err).all()
+    assert overflows or (np.abs(composed - dx.val) <= dx.err).all()
+
+
 def test_a_constant_channel_has_no_normalised_value_but_its_shift() -> None:
     x = np.full((2, 1, 2, 2), 3.0)
     y = BatchNorm().forward((x,), (np.array([2.0]), np.array([5.0])))

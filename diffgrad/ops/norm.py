@@ -183,13 +183,13 @@ def _in_kernels(p: Precision) -> float:
 def _cube_flush(x: Bounded, m: Moments, d: Bounded, axes: Axes) -> Array:
     """Autodiff of (v + eps)**-1/2 forms s**3/2 (over n), which a very large variance flushes to zero.
 
-    The sum it is multiplied with may overflow, and the product; in a fused kernel it is a sum of uncentred products.
+    The sum it is multiplied with may overflow, and so may the product, but none of float16 within a kernel. Fused
+    kernels multiply it with a sum of uncentred products.
     """
     along = (d.mag * m.centred.mag).sum(axes, keepdims=True)
     uncentred = (d.mag * (x.mag + m.mean.mag)).sum(axes, keepdims=True)
     cube = m.inv_std.mag**3
     gone = np.where(cube < 2 * m.n * d.p.tiny, np.minimum(cube, 2 * m.n * d.p.lost), 0.0)
     lost = gone * along * m.centred.mag / m.n
-    grown = np.maximum(1.0, cube)
-    fits = (along * grown <= d.p.largest) & (uncentred * grown <= _in_kernels(d.p))
+    fits = (along <= d.p.largest) & (uncentred * np.maximum(1.0, cube) <= _in_kernels(d.p))
     return np.where(fits, lost, np.inf)
