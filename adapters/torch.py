@@ -65,6 +65,12 @@ def _step_along_overlapping(case: Case) -> bool:
     return bool(case.lr) and overlapping
 
 
+def _dual_of_overlapping(case: Case) -> bool:
+    x, how = case.block.input(), case.how
+    moving = (t for t in (x, *case.block.parameters()) if how.memory(t.name, x.name) == "expanded")
+    return how.mode == "jvp" and any(t.shape[:1] > (1,) for t in moving)
+
+
 class TorchAdapter(Layers, Adapter):
     """torch, compiled in mode ``compile`` only."""
 
@@ -73,6 +79,7 @@ class TorchAdapter(Layers, Adapter):
         Unsupported(_single_statistic, "torch refuses batch norm over one value per channel in training mode"),
         Unsupported(_fused_attention_forward_mode, "torch has no forward mode of its fused attention kernels"),
         Unsupported(_step_along_overlapping, "torch writes to no parameter whose elements share memory"),
+        Unsupported(_dual_of_overlapping, "torch lays a tangent out as its primal, whose elements share memory"),
     )
     parts: Blocks = ()
     """The blocks of the present case's net, made beforehand: Dynamo cannot make a spec inside of a program."""

@@ -17,7 +17,7 @@ from diffgrad.case import Case
 from diffgrad.corpus import Corpus, Entry, Status
 from diffgrad.mutants import MUTANTS
 from diffgrad.replay import replay
-from diffgrad.specs import Drop, UibSpec
+from diffgrad.specs import ActivationOpSpec, Drop, UibSpec
 from diffgrad.strategies.cases import WIDE
 from diffgrad.trace import Arrays, Outcome, Trace
 from diffgrad.worker import InProcess, Runner
@@ -255,8 +255,10 @@ def test_an_exception_is_a_finding_of_its_own(runner: Make, tmp_path: Path) -> N
     (found,) = tally.new
     assert str(found.signature).endswith("/run/error/NotImplementedError no-kernel-for-this-width")
     assert found.sentence == "error: NotImplementedError: no kernel for this width"
-    assert isinstance(found.case.block, UibSpec)
-    assert (found.case.block.n, found.case.block.h, found.case.block.w, found.case.block.c) == (1, 1, 3, 1)
+    assert found.case.block == ActivationOpSpec(n=1, size=3, act="relu")
+    assert found.original is not None
+    assert isinstance(found.original.block, UibSpec)
+    assert (found.original.block.w, found.original.block.c) == (3, 1)
 
 
 # Compiled modes: explored with cheap compilation, confirmed with the default one.

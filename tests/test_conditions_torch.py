@@ -178,10 +178,13 @@ for refused, case in [
     (True, replace(case_of(norm, params="expanded"), lr=0.1)),
     (False, replace(case_of(norm, params="step"), lr=0.1)), (False, case_of(norm, params="expanded")),
     (False, replace(case_of(replace(norm, c=1), params="expanded"), lr=0.1)),
+    (True, case_of(norm, params="expanded", mode="jvp")), (True, case_of(norm, x="expanded", mode="jvp")),
+    (False, case_of(replace(norm, c=1), params="expanded", mode="jvp")), (False, case_of(norm, x="step", mode="jvp")),
+    (False, case_of(replace(norm, n=1, w=2), x="expanded", mode="jvp")), (False, case_of(norm, x="expanded")),
 ]:
     print(bool(TorchAdapter().refusal(case)) == refused == (Open().run(case).status == "error"))
 """)
-    assert lines == ["True"] * 11
+    assert lines == ["True"] * 17
 
 
 def test_views_and_memory_orders_reach_the_kernels() -> None:
