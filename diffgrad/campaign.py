@@ -26,7 +26,7 @@ from diffgrad.judge import Fault, Judgement, judge
 from diffgrad.reduce import MOST_EXPLICIT, explicit, fewer, single_op
 from diffgrad.strategies import Batch, batches, sample
 from diffgrad.strategies.cases import DTYPES, hows, quiet_settings
-from diffgrad.trace import Trace
+from diffgrad.trace import Outcome, Trace
 from diffgrad.witness import witnesses
 from diffgrad.worker import Answer, Runner
 
@@ -36,6 +36,8 @@ _REPEATS = 3
 """Runs that confirm a fault."""
 _KINDS = 7
 """Blocks that a round draws from."""
+_MOST_CAMPAIGNS = 3
+"""How many campaigns a case may end before it is believed to end the next one, too."""
 _MOST_DOUBTS = 5
 """How often a fault that goes away with the default compile options is shrunk and tried again."""
 BINS = 4
@@ -197,11 +199,15 @@ class Campaign:
     def _recover(self) -> None:
         """First of all, run what campaigns that were killed had begun."""
         gone = ownerless(self._corpus.folder)  # a campaign that is killed from here on is left to the next one
-        for adapter, case in recover(self._corpus.folder):
+        for adapter, case, campaigns in recover(self._corpus.folder):
             self._journal.begin(adapter, case)
             if adapter not in self._adapters or not offers(adapter, case.how):
                 continue  # it stays pending
             self.tally.recovered += 1
+            if campaigns >= _MOST_CAMPAIGNS:
+                self._give_up(adapter, case, campaigns)
+                self._journal.done(adapter, case)
+                continue
             for answer in self._runner.run([case], [adapter]):
                 self.tally.cases += 1
                 for fault in self._judge(answer).faults:
@@ -212,6 +218,31 @@ class Campaign:
                     self._settle_if_new(hunt)
                 self._journal.done(adapter, answer.case)
         forget(gone)
+
+    def _give_up(self, adapter: str, case: Case, campaigns: int) -> None:
+        """A case that has ended several campaigns is not run once more, but kept as what it is."""
+        sentence = f"crash: {campaigns} campaigns ended while this case ran; it was not run again"
+        signature = judge(Answer(adapter, case, Outcome("crash"))).faults[0].signature
+        if str(signature) in self._known:
+            self.tally.known[str(signature)] += 1
+            return
+        self._known.add(str(signature))
+        versions = self._runner.about()[adapter].versions
+        self._save(
+            Entry(
+                case=case,
+                signature=signature,
+                status="open",
+                sentence=sentence,
+                versions=versions,
+                date=_today(),
+            )
+        )
+
+    def _save(self, entry: Entry) -> None:
+        self._corpus.save(entry)
+        self._corpus.write_index()
+        self.tally.new.append(entry)
 
     def _settle_if_new(self, hunt: _Hunt) -> None:
         if self._is_known(hunt.fault):
@@ -362,13 +393,11 @@ class Campaign:
             status="open",
             sentence=hunt.fault.sentence,
             versions=self._runner.about()[hunt.adapter].versions,
-            date=datetime.now(UTC).date().isoformat(),
+            date=_today(),
             original=original if original != hunt.case else None,
             witnesses=witnesses(self._runner, hunt.case, hunt.fault.signature),
         )
-        self._corpus.save(entry)
-        self._corpus.write_index()
-        self.tally.new.append(entry)
+        self._save(entry)
 
     def _reduce(self, hunt: _Hunt, answer: Answer, fault: Fault) -> None:
         """Shrink on past Hypothesis: to the op that is at fault, on few and simple numbers."""
@@ -436,6 +465,10 @@ def _ops_of(case: Case, trace: Trace | None, blamed: Quantity | None) -> Iterato
         alone = single_op(case, trace, site)
         if alone is not None:
             yield alone
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 def _bin(ratio: float) -> float:

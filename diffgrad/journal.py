@@ -24,10 +24,11 @@ FOLDER = ".journal"
 
 
 class Pending(NamedTuple):
-    """A case that began in a framework and was never done with."""
+    """A case that began in a framework and was never done with, in how many campaigns that were killed."""
 
     adapter: str
     case: Case
+    campaigns: int = 1
 
 
 class Journal:
@@ -97,18 +98,27 @@ def recover(corpus: Path) -> list[Pending]:
 
     Lines that are torn or that this version cannot read are passed over: their case never began.
     """
-    pending: dict[tuple[str, str], Pending] = {}
+    found: dict[tuple[str, str], Pending] = {}
     for path in ownerless(corpus):
-        for line in _lines(path):
-            try:
-                event = msgspec.json.decode(line)
-                if "begin" in event:
-                    pending[event["begin"], event["id"]] = Pending(event["begin"], case_from_object(event["case"]))
-                else:
-                    pending.pop((event["done"], event["id"]), None)
-            except (msgspec.DecodeError, CaseError, KeyError, TypeError):
-                continue
-    return list(pending.values())
+        for key, pending in _left(path).items():
+            before = found[key].campaigns if key in found else 0
+            found[key] = pending._replace(campaigns=before + 1)
+    return list(found.values())
+
+
+def _left(path: Path) -> dict[tuple[str, str], Pending]:
+    """What one journal has as begun and not as done."""
+    pending: dict[tuple[str, str], Pending] = {}
+    for line in _lines(path):
+        try:
+            event = msgspec.json.decode(line)
+            if "begin" in event:
+                pending[event["begin"], event["id"]] = Pending(event["begin"], case_from_object(event["case"]))
+            else:
+                pending.pop((event["done"], event["id"]), None)
+        except (msgspec.DecodeError, CaseError, KeyError, TypeError):
+            continue
+    return pending
 
 
 def forget(journals: Iterable[Path]) -> None:

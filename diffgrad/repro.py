@@ -252,12 +252,13 @@ _VIEWS = {
 }
 
 
-def script(entry: Entry, quantity: Quantity) -> str:
+def script(entry: Entry, quantity: Quantity | None) -> str:
     """The script of a saved finding.
 
     Args:
         entry: the finding.
-        quantity: its blamed quantity in a run of now, with the element, the expected value and the bar.
+        quantity: its blamed quantity in a run of now, with the element, the expected value and the bar; None where the
+            run ends in an exception.
 
     Raises:
         ReproError: the finding is not a single op's, or takes conditions that a script cannot show.
@@ -271,15 +272,15 @@ def script(entry: Entry, quantity: Quantity) -> str:
     _refuse(entry, quantity)
     tensors = case.tensors() if name == "torch" else to_nhwc(spec, case.tensors())
     leaves = spec.differentiated()
-    fault = _fault(name, case, quantity)
     call = OTHERS.get((name, spec.kind, case.how.norm)) or FORWARDS[name][spec.kind](spec)
-    array = "y" if fault.array == "out" else f"grads[{leaves.index(fault.array)}]"
+    perturbed = quantity is not None and quantity.bar == 0.0 and np.isfinite(quantity.got) and not quantity.defect
     tupled = f"({', '.join(leaves)}{',' * (len(leaves) == 1)})"
     lines = [
         f'"""{entry.signature}',
-        *([_PERTURB] if quantity.bar == 0.0 and np.isfinite(quantity.got) else []),
-        f'{quantity.sentence()}."""',
+        *([_PERTURB] if perturbed else []),
+        f'{_ends(quantity.sentence() if quantity is not None else entry.sentence)}"""',
         "",
+        *_process(case),
         "import sys",
         "",
         "import numpy as np",
@@ -293,23 +294,56 @@ def script(entry: Entry, quantity: Quantity) -> str:
         f"def forward({', '.join(leaves)}):",
         f"    return {call}",
         "",
+        f'print("{name}", {_VERSIONS[name]}, "numpy", np.__version__)',
+        "",
         BACKWARDS[name, mode],
+        *_told(name, case, quantity, leaves),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _ends(sentence: str) -> str:
+    """A sentence within a docstring."""
+    return sentence.replace("\\", "/").replace('"', "'").rstrip(". ") + "."
+
+
+def _process(case: Case) -> list[str]:
+    """What must be in the environment before the framework is imported."""
+    values = {"ONEDNN_MAX_CPU_ISA": case.how.isa, "TF_ENABLE_ONEDNN_OPTS": "" if case.how.onednn else "0"}
+    wanted = {k: v for k, v in values.items() if v}
+    return ["import os", "", f"os.environ |= {wanted!r}", ""] if wanted else []
+
+
+def _told(name: str, case: Case, quantity: Quantity | None, leaves: tuple[str, ...]) -> list[str]:
+    """What is compared and printed."""
+    if quantity is None:
+        return ['print("it ran to its end")', "sys.exit(0)"]
+    fault = _fault(name, case, quantity)
+    array = "y" if fault.array == "out" else f"grads[{leaves.index(fault.array)}]"
+    if quantity.defect:
+        return [
+            f"got, expected = tuple({array}.shape), {_shape(name, case, fault.array)}",
+            f'print(f"the shape of {_words(fault.array)}: got {{got}}, expected {{expected}}")',
+            "sys.exit(0 if got == expected else 1)",
+        ]
+    return [
         f"got = float({_TO_NUMPY[name].format(array)}[{', '.join(map(str, fault.at)) or '()'}])",
         f"expected, bar = {_number(fault.expected)}, {_number(fault.bar)}  # in float64; what rounding may add up to",
-        f'print("{name}", {_VERSIONS[name]}, "numpy", np.__version__)',
         f'print(f"{fault.note}: got {{got!r}}, expected {{expected!r}}, bar {{bar!r}}")',
         "sys.exit(0 if abs(got - expected) <= bar else 1)",
     ]
-    return "\n".join(lines) + "\n"
 
 
 _PERTURB = "Run it with MALLOC_PERTURB_=165 in the environment, so that a read of uninitialised memory shows."
 
 
-def _refuse(entry: Entry, quantity: Quantity) -> None:
+def _refuse(entry: Entry, quantity: Quantity | None) -> None:
     """Raise ReproError if a script cannot show the finding under its conditions."""
     name, case = entry.signature.adapter, entry.case
     mode, shown = mode_of(name, case.how), {"mode", "bare"}  # a script observes nothing in between
+    shown |= {"isa"} if name != "jax" else set()
+    if name == "tensorflow":
+        shown.add("onednn")
     if name == "torch":
         shown |= {"layout", "x", "dy", "params", "threads"}
     if (name, case.block.kind, case.how.norm) in OTHERS:
@@ -322,7 +356,7 @@ def _refuse(entry: Entry, quantity: Quantity) -> None:
     if beyond:
         takes = ", ".join(beyond)
         raise ReproError(f"{entry.id}: it takes {takes}, which a script does not show; `diffgrad replay` runs it")
-    if quantity.defect:
+    if quantity is not None and quantity.defect not in ("", "shape"):
         raise ReproError(f"{entry.id}: {quantity.sentence()}; that is no number to compare, `diffgrad replay` shows it")
 
 
@@ -353,6 +387,8 @@ def _literal(v: Array) -> str:
     """An array as the shortest expression: a constant, or its numbers."""
     values = np.array([shortest(x) for x in v.reshape(-1)]).reshape(v.shape)
     flat = values.reshape(-1)
+    if not flat.size:
+        return f"np.zeros({values.shape})"
     if values.ndim and flat.size > 4 and (flat == flat[0]).all():
         return f"np.full({values.shape}, {float(flat[0])!r})"
     some = np.flatnonzero((flat != 0.0) | np.signbit(flat))
@@ -378,6 +414,16 @@ def _fault(name: str, case: Case, q: Quantity) -> Fault:
     marker[q.index] = 1.0
     if name != "torch":
         marker = to_nhwc(spec, {array: marker})[array]
-    index = tuple(int(i) for i in np.argwhere(marker)[0]) if marker.ndim else ()
-    shown = {"out": "the output"}.get(array, f"the gradient of {array}")
-    return Fault(array, index, q.expected, q.bar, f"{shown} at {list(index)}")
+    index = tuple(int(i) for i in np.argwhere(marker)[0]) if marker.ndim and marker.size else ()
+    return Fault(array, index, q.expected, q.bar, f"{_words(array)} at {list(index)}")
+
+
+def _shape(name: str, case: Case, array: str) -> tuple[int, ...]:
+    """The right shape of an array, in the framework's own layout."""
+    spec = case.block
+    blank = np.zeros({t.name: t.shape for t in spec.tensors()}.get(array, spec.output_shape()))
+    return (blank if name == "torch" else to_nhwc(spec, {array: blank})[array]).shape
+
+
+def _words(array: str) -> str:
+    return {"out": "the output"}.get(array, f"the gradient of {array}")

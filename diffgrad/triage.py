@@ -201,10 +201,9 @@ def _sentence(entry: Entry, now: Now | None) -> str:
 
 def _repro(entry: Entry, now: Now | None) -> str:
     """A script where there can be one, else what runs the case in diffgrad."""
-    quantity = now.quantity if now is not None else None
-    if quantity is not None and not quantity.defect:
+    if now is not None and now.shows:
         try:
-            return _fenced(script(entry, quantity), "python")
+            return _fenced(script(entry, now.quantity), "python")
         except ReproError:
             pass  # the case itself, then
     case = msgspec.json.format(entry.case.to_json(), indent=1).decode()

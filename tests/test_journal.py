@@ -56,6 +56,18 @@ def test_a_campaign_killed_while_others_are_recovered_is_not_forgotten(tmp_path:
     assert recover(tmp_path) == [Pending("torch", SMALLEST)]
 
 
+def test_campaigns_that_a_case_ended_are_counted(tmp_path: Path) -> None:
+    """Not those that were done with it, nor how often one began it."""
+    for cases in ([UIB, SMALLEST], [UIB, UIB]):
+        journal = Journal(tmp_path)
+        journal.begin("torch", SMALLEST)
+        journal.done("torch", SMALLEST)
+        for case in cases:
+            journal.begin("torch", case)
+        journal.abandon()
+    assert set(recover(tmp_path)) == {Pending("torch", UIB, 2), Pending("torch", SMALLEST, 1)}
+
+
 def test_a_torn_line_is_a_case_that_never_began(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.begin("torch", UIB)

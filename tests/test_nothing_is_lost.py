@@ -149,6 +149,35 @@ def test_a_worker_that_is_killed(tmp_path: Path, planted: dict[str, str]) -> Non
     assert recover(corpus) == []
 
 
+DEADLY = """
+import os, sys
+from diffgrad.adapters import numpy
+numpy.NumpyAdapter.add = lambda self, a, b: os._exit(9)
+from diffgrad.cli import app
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_case_that_ends_every_campaign_is_given_up_and_kept(tmp_path: Path) -> None:
+    """Three times in the campaign's own process; the fourth campaign says so, and goes on to cases of its own."""
+    corpus, result = tmp_path / "corpus", tmp_path / "result.json"
+    command = [sys.executable, "-c", DEADLY, "fuzz", "--in-process", "--adapter", "numpy", "--seed", "3"]
+    command += ["--seconds", "1", "--dtype", "float32", "--corpus", str(corpus)]
+    for _ in range(3):
+        assert findings(corpus) == []
+        assert subprocess.run([*command, "--block", "uib"], cwd=ROOT, check=False, timeout=60).returncode == 9
+    done = subprocess.run(
+        [*command, "--block", "op_ln", "--json", str(result)], cwd=ROOT, check=False, timeout=60, capture_output=True
+    )
+    assert done.returncode == 1, done.stderr
+    (found,) = Corpus(corpus).entries()
+    assert str(found.signature) == "numpy/eager/float32/run/crash/uib"
+    assert found.sentence == "crash: 3 campaigns ended while this case ran; it was not run again"
+    assert [f["id"] for f in msgspec.json.decode(result.read_bytes())["new_findings"]] == [found.id]
+    assert recover(corpus) == []
+
+
 def small() -> None:
     """From here on, files of this process hold no more than 700 bytes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -305,6 +305,57 @@ def test_many_zeros_are_not_spelled_out() -> None:
     assert "np.full((4000, 1), 0.0)" in text
 
 
+def run_alone(text: str, folder: Path) -> tuple[int, list[str], str]:
+    path = folder / "finding.py"
+    path.write_text(text)
+    done = subprocess.run([sys.executable, "-I", str(path)], cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_wrong_shape_is_compared_as_such(right: bool, tmp_path: Path) -> None:
+    """Of an array that holds nothing, too."""
+    q = Quantity("conv2d@out", "activation", "out", "wrong", defect="shape", note="shape (0, 1), expected ...")
+    text = script(entry(Case(block=replace(CONV, n=0)), adapter="torch", link="conv2d"), q)
+    if not right:
+        text = text.replace("expected = tuple(y.shape), (0", "expected = tuple(y.shape), (1")
+    code, said, err = run_alone(text, tmp_path)
+    assert code == (0 if right else 1), err
+    shape = CONV.output_shape()[1:]
+    assert said[1] == f"the shape of the output: got {(0, *shape)}, expected {(0 if right else 1, *shape)}"
+
+
+def ended(case: Case) -> Entry:
+    return replace(
+        entry(case, adapter="torch", link="run", verdict="error", condition="RuntimeError x"),
+        sentence='error: RuntimeError: "x" in C:\\temp',
+    )
+
+
+def test_a_run_that_should_end_in_gradients_and_does_not(tmp_path: Path) -> None:
+    text = script(ended(Case(block=LN)), None)
+    code, said, _ = run_alone(text, tmp_path)
+    assert (code, said[1:]) == (0, ["it ran to its end"])
+    code, _, err = run_alone(text.replace("F.layer_norm", "F.no_such_norm"), tmp_path)
+    assert code == 1
+    assert "no_such_norm" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "says"),
+    [
+        ("torch", How(isa="AVX2"), "os.environ |= {'ONEDNN_MAX_CPU_ISA': 'AVX2'}"),
+        ("tensorflow", How(onednn=False), "os.environ |= {'TF_ENABLE_ONEDNN_OPTS': '0'}"),
+        ("torch", How(), ""),
+    ],
+)
+def test_what_a_process_must_be_told_before_the_framework_is_imported(name: str, how: How, says: str) -> None:
+    e = replace(ended(Case(block=CONV, how=how)), signature=nan(name)[0].signature)
+    text = script(e, None)
+    assert says in text.partition(f"\nimport {name}")[0]
+    assert says or "os.environ" not in text
+
+
 # What has no script.
 
 
@@ -324,7 +375,7 @@ def test_what_has_no_script_is_told_in_a_sentence() -> None:
     assert refused(Case(block=LN, how=How(x="step")), "jax") == takes.format("x")
     assert refused(Case(block=LN, how=How(layout="channels_first")), "tensorflow") == takes.format("layout")
     assert refused(Case(block=replace(SDPA, core="fused_math")), "torch") == takes.format("a core of its own")
-    assert "that is no number to compare" in refused(Case(block=LN), "torch", defect="shape", note="shape (0,)")
+    assert "that is no number to compare" in refused(Case(block=LN), "torch", defect="missing", note="not delivered")
 
 
 def test_too_many_numbers_are_no_screenful() -> None:
