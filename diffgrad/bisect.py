@@ -250,9 +250,4 @@ def remember(store: Corpus, identity: str, tried: Sequence[Tried]) -> None:
     Raises:
         CorpusError: the file cannot be read or written; it is as it was.
     """
-    found = {t.framework: str(t.verdict) for t in tried if t.verdict != "skipped"}
-    now = store.find(identity)
-    history = now.history | found
-    if history != now.history:
-        ordered = {v: history[v] for v in sorted(history, key=Version)}
-        store.replace(msgspec.structs.replace(now, history=ordered))
+    store.remember(identity, {t.framework: str(t.verdict) for t in tried if t.verdict != "skipped"})

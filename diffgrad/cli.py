@@ -141,6 +141,9 @@ def fuzz(
 @_one_sentence
 def replay(
     path: Annotated[Path, typer.Argument(help="A corpus folder, or one saved case.")] = Path("corpus"),
+    record: Annotated[
+        bool, typer.Option("--record", help="Add what open findings do in these versions to their histories.")
+    ] = False,
     in_process: InProcessFlag = False,
     json: JsonFile = None,
 ) -> None:
@@ -151,6 +154,12 @@ def replay(
     if entries:
         with _runner(sorted({e.signature.adapter for e in entries}), in_process) as runner:
             results = list(replay_entries(entries, runner))
+            versions = {name: about.versions[name] for name, about in runner.about().items()}
+        if record:
+            store = Corpus(path if path.is_dir() else path.parent)
+            for entry, result in zip(entries, results, strict=True):
+                if result.outcome:
+                    store.remember(entry.id, {versions[entry.signature.adapter]: result.outcome})
     changed = [r for r in results if not r.as_expected]
     show.replay(results, path)
     report = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -198,6 +198,18 @@ class Corpus:
         path = self.folder / f"{entry.id}.json"
         self._write(path, entry_to_json(entry))
         return path
+
+    def remember(self, identity: str, found: Mapping[str, str]) -> None:
+        """Add versions and whether the fault ``fails`` or ``passes`` there to an entry's history, as it is by now.
+
+        Raises:
+            CorpusError: the file cannot be read or written; it is as it was.
+        """
+        now = self.find(identity)
+        history = {**now.history, **found}
+        if history != now.history:
+            ordered = {v: history[v] for v in sorted(history, key=Version)}
+            self.replace(msgspec.structs.replace(now, history=ordered))
 
     def known(self) -> set[str]:
         """Signatures, as strings, of the faults that are still there: open ones and conventions."""

@@ -22,6 +22,15 @@ class Replayed(msgspec.Struct, frozen=True):
     sentence: str
     as_expected: bool
 
+    @property
+    def outcome(self) -> str:
+        """What an open finding's history says of this run: ``fails``, ``passes``, or nothing that it could say."""
+        if self.status != "open" or self.got.startswith("not run"):
+            return ""
+        if self.as_expected:
+            return "fails"
+        return "passes" if self.got in ("ok", "vacuous") or self.got.startswith("lossy:") else ""
+
 
 def entries_at(path: Path) -> list[Entry]:
     """The entries of a corpus folder, or the one of a file.

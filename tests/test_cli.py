@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -271,6 +272,22 @@ def test_an_interrupted_campaign_keeps_what_it_has(tmp_path: Path) -> None:
 def test_an_empty_corpus_replays_as_expected(diffgrad: Run, tmp_path: Path) -> None:
     ran = diffgrad("replay", str(tmp_path))
     assert (ran.code, ran.json) == (0, {"cases": 0, "as_expected": 0, "changed": []})
+
+
+def test_a_replay_records_what_an_open_finding_does_and_nothing_unless_it_is_asked_to(
+    diffgrad: Run, tmp_path: Path
+) -> None:
+    """A fault that is not there, of which another version is on record."""
+    store = Corpus(tmp_path / "corpus")
+    store.prepare()
+    path = store.save(msgspec.structs.replace(entry(), history={"1.0": "fails"}))
+    store.save(entry(UIB, "fixed"))
+    before = path.read_bytes()
+    assert diffgrad("replay", str(store.folder), "--in-process").code == 1
+    assert path.read_bytes() == before
+    assert diffgrad("replay", str(store.folder), "--in-process", "--record").code == 1
+    assert [e.history for e in store.entries() if e.status == "open"] == [{"1.0": "fails", np.__version__: "passes"}]
+    assert [e.history for e in store.entries() if e.status == "fixed"] == [{}]
 
 
 def test_replay_runs_a_worker(diffgrad: Run, tmp_path: Path) -> None:

@@ -47,6 +47,23 @@ def test_what_a_status_promises(status: Status, now: Judgement, as_expected: boo
     assert (r.id, r.status) == (entry().id, status)
 
 
+@pytest.mark.parametrize(
+    ("status", "now", "outcome"),
+    [
+        ("open", SAME, "fails"),
+        ("open", BOTH, "fails"),
+        ("open", CLEAN, "passes"),
+        ("open", LOSSY, "passes"),
+        ("open", OTHER, ""),
+        ("open", REFUSED, ""),
+        ("convention", SAME, ""),
+        ("fixed", CLEAN, ""),
+    ],
+)
+def test_what_a_history_says_of_a_run(status: Status, now: Judgement, outcome: str) -> None:
+    assert compare(entry(status=status), now).outcome == outcome
+
+
 def test_entries_are_run_in_their_own_framework() -> None:
     entries = [entry(UIB, "fixed"), entry(SMALLEST, "open")]
     with InProcess(["numpy"]) as runner:
