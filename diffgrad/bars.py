@@ -95,6 +95,8 @@ RSQRT_ROUNDINGS = 4
 EXP_ROUNDINGS = 4
 # tanh and erf kernels are rational approximations of up to 4 ulp.
 ERF_ROUNDINGS = 8
+# So are those of the power within a sigmoid; an addition and a division follow. (Eigen's sigmoid errs by up to 8.3 u.)
+LOGISTIC_ROUNDINGS = ERF_ROUNDINGS
 
 
 def gamma(k: int, p: Precision) -> float:
@@ -355,7 +357,7 @@ def sigmoid(a: Bounded, relative: float = 0.0, absolute: float = 0.0) -> Bounded
     err = a.err * slope + 0.05 * a.err**2 + relative * val + absolute
     # Where e**-a overflows long before its reciprocal is subnormal, as in float16, 1/(1 + inf) is 0.
     err = err + np.where(a.p.gradual & (a.val - a.err < -np.log(a.p.largest)), val, 0.0)
-    return rounded(val, err, a.p, kernel(EXP_ROUNDINGS, a.p) + 2.0)
+    return rounded(val, err, a.p, kernel(LOGISTIC_ROUNDINGS, a.p) + 2.0)
 
 
 def total(a: Bounded, axes: Axes) -> Bounded:
@@ -494,7 +496,10 @@ def _moments(x: Bounded, axes: Axes, eps: float, one_pass: bool) -> Moments:
     v_err = v_in + slip**2 + summation(n + 4, p, 6) * square + np.minimum(square, 2 * p.lost)
     if one_pass:
         v_err = v_err + summation(n + 4, p, 6) * ((x.mag**2).sum(axes, keepdims=True) / n + mean.mag**2)
-    variance = Bounded(v, np.where(square * n <= p.largest, v_err, np.inf), p)
+    # Fused kernels, which compute in float32 at the least, merge the means of parts by the square of their distance.
+    widest = x.val.max(axes, keepdims=True) - x.val.min(axes, keepdims=True)
+    fits = (square * n <= p.largest) & (widest**2 <= max(p.largest, PRECISIONS["float32"].largest))
+    variance = Bounded(v, np.where(fits, v_err, np.inf), p)
     # eps itself is rounded to the precision.
     root = rounded(variance.val + eps, variance.err + (eps * p.u if eps >= p.tiny else p.lost), p)
     # A sum of squares is never negative, so v + eps stays at least eps (rounded once).
