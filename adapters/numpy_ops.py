@@ -87,9 +87,12 @@ class Primitives:
         value = np.where(self.shown(mask), z.value, -np.inf) if mask else z.value
         top = value.max(axis, keepdims=True)
         powers = np.exp(value - np.where(np.isneginf(top), 0, top))
-        norm = powers.sum(axis, keepdims=True)
+        norm = self.softmax_norm(powers, axis)
         p = powers / np.where(norm == 0, 1, norm)
         return Var(p, (z,), lambda dp: (self.softmax_back(p, dp, axis),))
+
+    def softmax_norm(self, powers: Floats, axis: int) -> Floats:
+        return np.asarray(powers.sum(axis, keepdims=True))
 
     def shown(self, mask: Mask) -> NDArray[np.bool_]:
         """What a mask leaves."""

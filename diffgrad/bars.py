@@ -62,6 +62,11 @@ class Precision:
         return self.acc < self.u
 
     @property
+    def largest_in_kernels(self) -> float:
+        """Largest finite number within a fused kernel, which computes in float32 at the least."""
+        return max(self.largest, PRECISIONS["float32"].largest)
+
+    @property
     def gradual(self) -> bool:
         """Whether subnormal numbers are kept."""
         return self.lost < self.tiny
@@ -496,9 +501,9 @@ def _moments(x: Bounded, axes: Axes, eps: float, one_pass: bool) -> Moments:
     v_err = v_in + slip**2 + summation(n + 4, p, 6) * square + np.minimum(square, 2 * p.lost)
     if one_pass:
         v_err = v_err + summation(n + 4, p, 6) * ((x.mag**2).sum(axes, keepdims=True) / n + mean.mag**2)
-    # Fused kernels, which compute in float32 at the least, merge the means of parts by the square of their distance.
+    # Fused kernels merge the means of parts by the square of their distance.
     widest = x.val.max(axes, keepdims=True) - x.val.min(axes, keepdims=True)
-    fits = (square * n <= p.largest) & (widest**2 <= max(p.largest, PRECISIONS["float32"].largest))
+    fits = (square * n <= p.largest) & (widest**2 <= p.largest_in_kernels)
     variance = Bounded(v, np.where(fits, v_err, np.inf), p)
     # eps itself is rounded to the precision.
     root = rounded(variance.val + eps, variance.err + (eps * p.u if eps >= p.tiny else p.lost), p)

@@ -15,7 +15,7 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from diffgrad.adapters.registry import compiled, load, mode_of, offers
+from diffgrad.adapters.registry import compiled, mode_of, offers
 from diffgrad.case import Case
 from diffgrad.chains import chain_of
 from diffgrad.check import Quantity
@@ -27,7 +27,7 @@ from diffgrad.reduce import MOST_EXPLICIT, explicit, fewer, single_op
 from diffgrad.strategies import Batch, batches, sample
 from diffgrad.strategies.cases import DTYPES, hows, quiet_settings
 from diffgrad.trace import Outcome, Trace
-from diffgrad.witness import witnesses
+from diffgrad.witness import reference, witnesses
 from diffgrad.worker import Answer, Runner
 
 _ROUND = 20
@@ -221,25 +221,26 @@ class Campaign:
 
     def _give_up(self, adapter: str, case: Case, campaigns: int) -> None:
         """A case that has ended several campaigns is not run once more, but kept as what it is."""
-        sentence = f"crash: {campaigns} campaigns ended while this case ran; it was not run again"
-        signature = judge(Answer(adapter, case, Outcome("crash"))).faults[0].signature
-        if str(signature) in self._known:
-            self.tally.known[str(signature)] += 1
-            return
-        self._known.add(str(signature))
-        versions = self._runner.about()[adapter].versions
-        self._save(
-            Entry(
-                case=case,
-                signature=signature,
-                status="open",
-                sentence=sentence,
-                versions=versions,
-                date=_today(),
-            )
-        )
+        reason = f"{campaigns} campaigns ended while this case ran; it was not run again"
+        (fault,) = judge(Answer(adapter, case, Outcome("crash", reason=reason))).faults
+        if self._is_known(fault):
+            self.tally.known[str(fault.signature)] += 1
+        else:
+            self._save(_Hunt(adapter, fault, None, case))
 
-    def _save(self, entry: Entry) -> None:
+    def _save(self, hunt: _Hunt, original: Case | None = None, seen: dict[str, str] | None = None) -> None:
+        """Keep a finding, with the case that it was reduced from and what witnesses have ``seen``."""
+        self._known.add(str(hunt.fault.signature))
+        entry = Entry(
+            case=hunt.case,
+            signature=hunt.fault.signature,
+            status="open",
+            sentence=hunt.fault.sentence,
+            versions=self._runner.about()[hunt.adapter].versions,
+            date=datetime.now(UTC).date().isoformat(),
+            original=original,
+            witnesses=seen or {},
+        )
         self._corpus.save(entry)
         self._corpus.write_index()
         self.tally.new.append(entry)
@@ -383,21 +384,11 @@ class Campaign:
             if self._is_known(hunt.fault):
                 self.tally.known[str(signature)] += 1
                 return
-        self._known.add(str(signature))
         original = hunt.case
         if stable and shown[0] is not None:
             self._reduce(hunt, runs[0], shown[0])
-        entry = Entry(
-            case=hunt.case,
-            signature=hunt.fault.signature,
-            status="open",
-            sentence=hunt.fault.sentence,
-            versions=self._runner.about()[hunt.adapter].versions,
-            date=_today(),
-            original=original if original != hunt.case else None,
-            witnesses=witnesses(self._runner, hunt.case, hunt.fault.signature),
-        )
-        self._save(entry)
+        seen = witnesses(self._runner, hunt.case, hunt.fault.signature)
+        self._save(hunt, original if original != hunt.case else None, seen)
 
     def _reduce(self, hunt: _Hunt, answer: Answer, fault: Fault) -> None:
         """Shrink on past Hypothesis: to the op that is at fault, on few and simple numbers."""
@@ -458,17 +449,13 @@ def _ops_of(case: Case, trace: Trace | None, blamed: Quantity | None) -> Iterato
     """The op that is to blame as a case of its own; every op of the block, on a reference run, where none is."""
     sites = [blamed.link.partition("@")[2]] if blamed is not None else [k.writes for k in chain_of(case.block).links]
     if blamed is None:
-        trace = load("numpy").run(replace(case, how=PLAIN)).trace
+        trace = reference(case).outcome.trace
     if trace is None:
         return
     for site in sites:
         alone = single_op(case, trace, site)
         if alone is not None:
             yield alone
-
-
-def _today() -> str:
-    return datetime.now(UTC).date().isoformat()
 
 
 def _bin(ratio: float) -> float:

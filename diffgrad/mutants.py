@@ -537,12 +537,8 @@ class _WrongExample(NumpyAdapter):
 class _FirstBlock(NumpyAdapter):
     """A row's exponentials are summed over its first 256."""
 
-    def softmax(self, z: Var, axis: int = -1, mask: Mask = ()) -> Var:
-        if mask:
-            return super().softmax(z, axis, mask)
-        powers = np.exp(z.value - z.value.max(axis, keepdims=True))
-        p = powers / powers[..., :256].sum(axis, keepdims=True)
-        return Var(p, (z,), lambda dp: (self.softmax_back(p, dp, axis),))
+    def softmax_norm(self, powers: Floats, axis: int) -> Floats:
+        return super().softmax_norm(powers[..., :256], axis)
 
 
 class _MaskTurned(NumpyAdapter):

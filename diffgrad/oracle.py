@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,6 @@ class Walk:
         self._noise = noise
         self._doubt = doubt
         self._given = {name: recorded(v.astype(np.float64), p) for name, v in tensors.items()}
-        self._uses = _uses(chain)
 
     def run(self) -> Expected:
         """Forward through every link, then backward through every link."""
@@ -144,6 +144,15 @@ class Walk:
         if self._chain.input_cotangent:
             self._collect(give, parts, self._chain.input)
 
+    @cached_property
+    def _uses(self) -> dict[str, int]:
+        """Into how many parts autodiff may split the cotangent at every site."""
+        uses: dict[str, int] = defaultdict(int)
+        for link in reversed(self._chain.links):
+            for site in link.reads:
+                uses[site] += uses[link.writes] if isinstance(link.op, Copy) else link.op.uses
+        return uses
+
     def _collect(
         self, give: Callable[[Key, Bounded], None], parts: dict[str, list[tuple[Bounded, Array]]], site: str
     ) -> Fed:
@@ -151,11 +160,10 @@ class Walk:
         readers = parts.pop(site)
         terms = [dx for dx, _ in readers]
         dy = terms[0] if len(terms) == 1 else add(*terms)
-        extra = self._uses[site] - len(terms)
-        if len(terms) > 1 and extra and self._trace is None:
+        if len(terms) > 1 and self._trace is None and self._uses[site] > len(terms):
             # Nothing was observed in between: the parts of each term may have been added to the others one by one.
             parts_of_all: Array = sum((t.reach + t.err for t in terms), np.zeros_like(dy.val))
-            dy = dy.widen(gamma(extra, self._p) * parts_of_all)
+            dy = dy.widen(gamma(self._uses[site] - len(terms), self._p) * parts_of_all)
         carried: Array = readers[0][1] if len(terms) == 1 else dy.err
         fed = self._feed(("cots", site), dy, carried)
         give(("cots", site), dy)
@@ -183,15 +191,6 @@ class Walk:
         with quiet():
             apart = carried + np.minimum(np.abs(plain.val - expected.val), carried)
         return Fed(recorded(got.astype(np.float64), self._p, apart), plain)
-
-
-def _uses(chain: Chain) -> dict[str, int]:
-    """Into how many parts autodiff may split the cotangent at every site."""
-    uses: dict[str, int] = defaultdict(int)
-    for link in reversed(chain.links):
-        for site in link.reads:
-            uses[site] += uses[link.writes] if isinstance(link.op, Copy) else link.op.uses
-    return uses
 
 
 def end_to_end(chain: Chain, tensors: Tensors, p: Precision) -> Expected:

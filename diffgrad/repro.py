@@ -7,7 +7,7 @@ its bar as the oracle computed them; it prints versions, got, expected and bar, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +26,6 @@ Array = NDArray[Any]
 
 class ReproError(RuntimeError):
     """There is no standalone script of a finding; the message says why and what to do instead."""
-
-
-class Fault(NamedTuple):
-    """The wrong element: which array (``out``, a tensor for its gradient, or ``loss``), where, and what is right."""
-
-    array: str
-    at: tuple[int, ...]
-    expected: float
-    bar: float
-    note: str
 
 
 # What calls the op, by framework and block: expressions over the case's tensors. The shapes are the framework's own.
@@ -308,9 +298,8 @@ def _ends(sentence: str) -> str:
 
 
 def _process(case: Case) -> list[str]:
-    """What must be in the environment before the framework is imported."""
-    values = {"ONEDNN_MAX_CPU_ISA": case.how.isa, "TF_ENABLE_ONEDNN_OPTS": "" if case.how.onednn else "0"}
-    wanted = {k: v for k, v in values.items() if v}
+    """What must be in the environment before the framework is imported; threads are asked for afterwards."""
+    wanted = {k: v for k, v in case.how.flavour() if "ONEDNN" in k}
     return ["import os", "", f"os.environ |= {wanted!r}", ""] if wanted else []
 
 
@@ -318,18 +307,23 @@ def _told(name: str, case: Case, quantity: Quantity | None, leaves: tuple[str, .
     """What is compared and printed."""
     if quantity is None:
         return ['print("it ran to its end")', "sys.exit(0)"]
-    fault = _fault(name, case, quantity)
-    array = "y" if fault.array == "out" else f"grads[{leaves.index(fault.array)}]"
+    array = {"activation": "out", "cotangent": case.block.input().name}.get(
+        quantity.what.removeprefix("bare "), quantity.name
+    )
+    words = "the output" if array == "out" else f"the gradient of {array}"
+    held = "y" if array == "out" else f"grads[{leaves.index(array)}]"
     if quantity.defect:
         return [
-            f"got, expected = tuple({array}.shape), {_shape(name, case, fault.array)}",
-            f'print(f"the shape of {_words(fault.array)}: got {{got}}, expected {{expected}}")',
+            f"got, expected = tuple({held}.shape), {_marked(name, case.block, array, ...).shape}",
+            f'print(f"the shape of {words}: got {{got}}, expected {{expected}}")',
             "sys.exit(0 if got == expected else 1)",
         ]
+    right = f"{_number(quantity.expected)}, {_number(quantity.bar)}"
+    (at,) = np.argwhere(_marked(name, case.block, array, quantity.index)).tolist()
     return [
-        f"got = float({_TO_NUMPY[name].format(array)}[{', '.join(map(str, fault.at)) or '()'}])",
-        f"expected, bar = {_number(fault.expected)}, {_number(fault.bar)}  # in float64; what rounding may add up to",
-        f'print(f"{fault.note}: got {{got!r}}, expected {{expected!r}}, bar {{bar!r}}")',
+        f"got = float({_TO_NUMPY[name].format(held)}[{', '.join(map(str, at)) or '()'}])",
+        f"expected, bar = {right}  # in float64; what rounding may add up to",
+        f'print(f"{words} at {at}: got {{got!r}}, expected {{expected!r}}, bar {{bar!r}}")',
         "sys.exit(0 if abs(got - expected) <= bar else 1)",
     ]
 
@@ -337,18 +331,21 @@ def _told(name: str, case: Case, quantity: Quantity | None, leaves: tuple[str, .
 _PERTURB = "Run it with MALLOC_PERTURB_=165 in the environment, so that a read of uninitialised memory shows."
 
 
+# Conditions that a script can show, by framework.
+_TOLD: dict[str, set[str]] = {
+    "torch": {"layout", "x", "dy", "params", "threads", "isa"},
+    "jax": set(),
+    "tensorflow": {"isa", "onednn"},
+}
+
+
 def _refuse(entry: Entry, quantity: Quantity | None) -> None:
     """Raise ReproError if a script cannot show the finding under its conditions."""
     name, case = entry.signature.adapter, entry.case
-    mode, shown = mode_of(name, case.how), {"mode", "bare"}  # a script observes nothing in between
-    shown |= {"isa"} if name != "jax" else set()
-    if name == "tensorflow":
-        shown.add("onednn")
-    if name == "torch":
-        shown |= {"layout", "x", "dy", "params", "threads"}
+    mode, told = mode_of(name, case.how), {"mode", "bare"} | _TOLD[name]  # a script observes nothing in between
     if (name, case.block.kind, case.how.norm) in OTHERS:
-        shown.add("norm")
-    beyond = sorted(set(case.how.unusual()) - shown)
+        told.add("norm")
+    beyond = sorted(set(case.how.unusual()) - told)
     if getattr(case.block, "core", "fused") != "fused":
         beyond.append("a core of its own")
     if (name, mode) not in BACKWARDS:
@@ -404,26 +401,8 @@ def _number(x: float) -> str:
     return repr(x) if np.isfinite(x) else f"np.{x}"
 
 
-def _fault(name: str, case: Case, q: Quantity) -> Fault:
-    """Where the element is in the framework's own layout."""
-    what = q.what.removeprefix("bare ")
-    spec: Spec = case.block
-    array = {"activation": "out", "cotangent": spec.input().name}.get(what, q.name)
-    shapes = {t.name: t.shape for t in spec.tensors()} | {"out": spec.output_shape()}
-    marker = np.zeros(shapes[array])
-    marker[q.index] = 1.0
-    if name != "torch":
-        marker = to_nhwc(spec, {array: marker})[array]
-    index = tuple(int(i) for i in np.argwhere(marker)[0]) if marker.ndim and marker.size else ()
-    return Fault(array, index, q.expected, q.bar, f"{_words(array)} at {list(index)}")
-
-
-def _shape(name: str, case: Case, array: str) -> tuple[int, ...]:
-    """The right shape of an array, in the framework's own layout."""
-    spec = case.block
-    blank = np.zeros({t.name: t.shape for t in spec.tensors()}.get(array, spec.output_shape()))
-    return (blank if name == "torch" else to_nhwc(spec, {array: blank})[array]).shape
-
-
-def _words(array: str) -> str:
-    return {"out": "the output"}.get(array, f"the gradient of {array}")
+def _marked(name: str, spec: Spec, array: str, where: Any) -> Array:
+    """A 1 at a place of an array, ``out`` or a tensor's gradient, turned into the framework's own layout."""
+    marker = np.zeros(spec.output_shape() if array == "out" else {t.name: t.shape for t in spec.tensors()}[array])
+    marker[where] = 1.0
+    return marker if name == "torch" else to_nhwc(spec, {array: marker})[array]

@@ -32,9 +32,14 @@ def witnesses(runner: Runner, case: Case, found: Signature) -> dict[str, str]:
     for name, other, variant in _asked(runner, case, found.adapter):
         for answer in runner.run([variant], [other], quick=False):
             out[name] = _said(answer, found)
-    plain = replace(case, how=How())
-    out[f"numpy {case.dtype}"] = _said(Answer("numpy", plain, load("numpy").run(plain)), found)
+    out[f"numpy {case.dtype}"] = _said(reference(case), found)
     return out
+
+
+def reference(case: Case) -> Answer:
+    """The NumPy run of a case, in its dtype and under plain conditions."""
+    plain = replace(case, how=How())
+    return Answer("numpy", plain, load("numpy").run(plain))
 
 
 def _asked(runner: Runner, case: Case, adapter: str) -> Iterator[tuple[str, str, Case]]:

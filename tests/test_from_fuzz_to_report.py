@@ -57,9 +57,9 @@ def test_a_planted_fault_of_torch(tmp_path: Path) -> None:
     corpus, script = Corpus(tmp_path / "corpus"), tmp_path / "finding.py"
     planted = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
-    def run(*command: str, env: dict[str, str] = planted, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, *command], env=env, cwd=cwd, capture_output=True, text=True, check=False, timeout=250
+            [sys.executable, *command], env=planted, cwd=cwd, capture_output=True, text=True, check=False, timeout=250
         )
 
     def diffgrad(*command: str) -> subprocess.CompletedProcess[str]:

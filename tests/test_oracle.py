@@ -9,6 +9,7 @@ from diffgrad.bars import PRECISIONS
 from diffgrad.chains import Chain, Link, chain_of
 from diffgrad.ops import Add, BatchNorm, Conv2d, Copy, Dense, GeluTanh, LayerNorm, Op, Relu, Relu6
 from diffgrad.oracle import Expected, Key, Walk, end_to_end
+from diffgrad.specs import EPS
 from diffgrad.trace import Trace
 from diffgrad.values import Bits
 from tests.helpers import KINDS, UIB, altered, ordinary, run_numpy
@@ -126,7 +127,7 @@ def test_a_norm_hands_its_cotangent_to_a_fork_in_parts_unless_it_is_observed() -
     dy = (1e4 * bits.normal((6, 5))).astype(np.float32)
     x *= 1e4
     centred = x - x.mean(1, keepdims=True)
-    s = 1 / np.sqrt((centred * centred).mean(1, keepdims=True) + np.float32(1e-5))
+    s = 1 / np.sqrt((centred * centred).mean(1, keepdims=True) + np.float32(EPS))
     d = g * dy * s
     along = centred * s**2 * (d * centred).mean(1, keepdims=True)
     in_parts = dy.copy()

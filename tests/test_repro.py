@@ -271,16 +271,22 @@ def nan(name: str = "torch") -> tuple[Entry, Quantity]:
     return entry(case, adapter=name, link="gelutanh", verdict="nonfinite", condition="cotangent"), fault
 
 
+def run_alone(text: str, folder: Path) -> tuple[int, list[str], str]:
+    path = folder / "finding.py"
+    path.write_text(text)
+    done = subprocess.run([sys.executable, "-I", str(path)], cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_script_of_a_nan_on_its_own(name: str, tmp_path: Path) -> None:
     """In an interpreter that has not even the way to diffgrad; its 16 bits and its digits are the shortest ones."""
-    path = tmp_path / "finding.py"
-    path.write_text(script(*nan(name)))
-    assert "-4e+19" in path.read_text()
-    done = subprocess.run([sys.executable, "-I", str(path)], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines()[1] == "the gradient of x at [0, 0]: got nan, expected 0.0, bar 0.0"
-    assert len(path.read_text().splitlines()) <= 30
+    text = script(*nan(name))
+    assert "-4e+19" in text
+    code, said, err = run_alone(text, tmp_path)
+    assert code == 1, err
+    assert said[1] == "the gradient of x at [0, 0]: got nan, expected 0.0, bar 0.0"
+    assert len(text.splitlines()) <= 30
 
 
 def test_numbers_that_are_none_are_still_python() -> None:
@@ -303,13 +309,6 @@ def test_many_zeros_are_not_spelled_out() -> None:
     text = script(entry(case, adapter="torch", link="dense"), q)
     assert "np.bincount([7, 3999], [1.0, -2.5], 4000).reshape(4000, 1)" in text
     assert "np.full((4000, 1), 0.0)" in text
-
-
-def run_alone(text: str, folder: Path) -> tuple[int, list[str], str]:
-    path = folder / "finding.py"
-    path.write_text(text)
-    done = subprocess.run([sys.executable, "-I", str(path)], cwd=folder, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout.splitlines(), done.stderr
 
 
 @pytest.mark.parametrize("right", [True, False])

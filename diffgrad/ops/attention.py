@@ -32,6 +32,7 @@ from diffgrad.bars import (
 from diffgrad.ops.base import Numbers, Op, Vjp
 from diffgrad.ops.mask import ALL, Seen, behind, blank, highest, seen
 from diffgrad.ops.products import EXACT, Products
+from diffgrad.specs.ops import Mask
 
 
 def split(v: Numbers, heads: int) -> Numbers:
@@ -110,7 +111,7 @@ class SoftmaxRows(Op):
     """
 
     approximation: float = 0.0
-    mask: tuple[str, ...] = ()
+    mask: Mask = ()
     uniform_empty: bool = False
 
     def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:
@@ -141,22 +142,21 @@ class SoftmaxRows(Op):
         return self.seen | (self.uniform_empty & ~self.seen.any(-1, keepdims=True))
 
 
-def softmax_parts(z: Bounded, approximation: float = 0.0) -> tuple[Bounded, Bounded, Bounded]:
-    """z - max, its exponentials and their sum over the last axis."""
+def softmax_parts(z: Bounded, approximation: float = 0.0, shared: Seen = ALL) -> tuple[Bounded, Bounded, Bounded]:
+    """z - max, the exponentials of what is ``shared`` and their sum over the last axis."""
     top = recorded(z.val.max(-1, keepdims=True), z.p)
     shifted = add(z, neg(top))
-    powers = exp(shifted, approximation)
+    powers = blank(exp(shifted, approximation), shared)
     return shifted, powers, total(powers, (z.val.ndim - 1,))
 
 
 def softmax(z: Bounded, approximation: float = 0.0, shared: Seen = ALL) -> Bounded:
     """softmax over the last axis of what is ``shared``; a row of nothing is 0."""
-    _, powers, norm = softmax_parts(z, approximation)
-    if shared.all():
-        return powers * reciprocal(norm)
-    powers = blank(powers, shared)
-    norm = total(powers, (z.val.ndim - 1,))
-    return powers * reciprocal(lift(np.where(shared.any(-1, keepdims=True), norm.val, 1.0), norm.err, norm.p))
+    _, powers, norm = softmax_parts(z, approximation, shared)
+    full = shared.any(-1, keepdims=True)
+    if not full.all():
+        norm = lift(np.where(full, norm.val, 1.0), norm.err, norm.p)
+    return powers * reciprocal(norm)
 
 
 def softmax_back(p: Bounded, dp: Bounded, dot: Bounded | None = None) -> Bounded:
@@ -220,7 +220,7 @@ class Attention(Op):
     heads: int = 1
     products: Products = EXACT
     inner: float = 0.0
-    mask: tuple[str, ...] = ()
+    mask: Mask = ()
     uniform_empty: bool = False
 
     def looser(self, xs: tuple[Bounded, ...], ps: tuple[Bounded, ...], y: Bounded) -> dict[str, Op]:

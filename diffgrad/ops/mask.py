@@ -1,11 +1,14 @@
-"""Masks of softmax rows: "1" where a place is seen, "0" where it is hidden, a string a row."""
+"""What masks do to softmax rows and to their bars."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diffgrad.bars import Bounded, lift
+from diffgrad.specs.ops import Mask, shown
 
 Seen = NDArray[np.bool_]
 
@@ -13,34 +16,35 @@ ALL: Seen = np.array([[True]])
 """Nothing is hidden."""
 
 
-def seen(mask: tuple[str, ...]) -> Seen:
+@lru_cache(maxsize=32)
+def seen(mask: Mask) -> Seen:
     """[rows, places] of a mask, which broadcasts against all that have those as their last two axes."""
-    return np.array([[place == "1" for place in row] for row in mask]) if mask else ALL
+    return np.array(shown(mask)) if mask else ALL
 
 
-def highest(z: NDArray[np.float64], shown: Seen) -> NDArray[np.float64]:
+def highest(z: NDArray[np.float64], keep: Seen) -> NDArray[np.float64]:
     """The largest number of every row that is seen; 0 where none is."""
-    top = np.where(shown, z, -np.inf).max(-1, keepdims=True)
+    top = np.where(keep, z, -np.inf).max(-1, keepdims=True)
     return np.where(np.isneginf(top), 0.0, top)
 
 
-def behind(z: Bounded, shown: Seen) -> Bounded:
+def behind(z: Bounded, keep: Seen) -> Bounded:
     """What is hidden, put where it cannot matter: at the largest number of its row that is seen.
 
     Libraries hide by adding -inf, which makes NaN of an overflowed score, or by a large negative number in its place,
     below which a whole row may lie: such rows are without a bound.
     """
-    if shown.all():
+    if keep.all():
         return z
-    top = highest(z.val, shown)
+    top = highest(z.val, keep)
     lost = ~np.isfinite(z.err).all(-1, keepdims=True) | (top < -z.p.largest / 2.0)
-    return lift(np.where(shown, z.val, top), np.where(lost, np.inf, np.where(shown, z.err, 0.0)), z.p)
+    return lift(np.where(keep, z.val, top), np.where(lost, np.inf, np.where(keep, z.err, 0.0)), z.p)
 
 
-def blank(v: Bounded, shown: Seen) -> Bounded:
+def blank(v: Bounded, keep: Seen) -> Bounded:
     """0 where hidden, unless nothing can be said there."""
-    if shown.all():
+    if keep.all():
         return v
-    kept = shown | ~np.isfinite(v.err)
+    kept = keep | ~np.isfinite(v.err)
     reach = np.where(kept, v.reach, 0.0)
     return Bounded(np.where(kept, v.val, 0.0), np.where(kept, v.err, 0.0), v.p, reach)

@@ -7,22 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from diffgrad.bars import (
-    PRECISIONS,
-    Array,
-    Axes,
-    Bounded,
-    Moments,
-    Precision,
-    add,
-    composed,
-    gamma,
-    moments,
-    neg,
-    scale,
-    summation,
-    total,
-)
+from diffgrad.bars import Array, Axes, Bounded, Moments, add, composed, gamma, moments, neg, scale, summation, total
 from diffgrad.ops.base import Numbers, Op, Vjp
 from diffgrad.specs import EPS
 
@@ -171,13 +156,8 @@ def _flushes(m: Moments, g: Bounded, present: Array) -> Array:
     lost = 4.0 * g.p.lost * np.maximum(1.0, g.mag) * (s + m.centred.mag * s**3)
     # So may the cube of s, in float16.
     fits = (present <= g.p.largest) & (s**3 <= g.p.largest)
-    fits &= m.n * present * np.maximum(1.0, 1.0 / m.inv_std.mag) <= _in_kernels(g.p)
+    fits &= m.n * present * np.maximum(1.0, 1.0 / m.inv_std.mag) <= g.p.largest_in_kernels
     return np.where(fits, np.minimum(present, lost), np.inf)
-
-
-def _in_kernels(p: Precision) -> float:
-    """The largest number within a fused kernel, which computes in float32 at the least."""
-    return max(p.largest, PRECISIONS["float32"].largest)
 
 
 def _cube_flush(x: Bounded, m: Moments, d: Bounded, axes: Axes) -> Array:
@@ -191,5 +171,5 @@ def _cube_flush(x: Bounded, m: Moments, d: Bounded, axes: Axes) -> Array:
     cube = m.inv_std.mag**3
     gone = np.where(cube < 2 * m.n * d.p.tiny, np.minimum(cube, 2 * m.n * d.p.lost), 0.0)
     lost = gone * along * m.centred.mag / m.n
-    fits = (along <= d.p.largest) & (uncentred * np.maximum(1.0, cube) <= _in_kernels(d.p))
+    fits = (along <= d.p.largest) & (uncentred * np.maximum(1.0, cube) <= d.p.largest_in_kernels)
     return np.where(fits, lost, np.inf)
